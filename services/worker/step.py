@@ -1,0 +1,99 @@
+"""The seam between the worker's bookkeeping and an executor: one step in, one result out.
+
+`SlotArrays` is the persistent batch: row s belongs to slot s, kept up to date by diffs. An executor reads it
+and writes nothing but device memory; the bookkeeping (`services/worker/slots.py`) owns every field.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.wire import Sampling
+
+I32 = NDArray[np.int32]
+
+
+@dataclass
+class SlotArrays:
+    """Persistent batch of an instance."""
+
+    tokens: I32
+    """[max_slots, max_len] ids known so far: prompt, then output."""
+    block_table: I32
+    """[max_slots, max_blocks] physical block of each logical block; -1 beyond the table."""
+    computed: I32
+    """[max_slots] tokens whose KV is written (or will be by the steps already begun)."""
+    known: I32
+    """[max_slots] ids valid in `tokens`."""
+    prompt_len: I32
+    """[max_slots] length of the request's original prompt."""
+    choice: I32
+    sampling: list[Sampling | None]
+    """Per slot; None where the slot is free."""
+    version: NDArray[np.int64]
+    """[max_slots] raised at every admission, so that an executor can cache what it derives per slot."""
+
+
+@dataclass
+class StepInput:
+    """Rows of one step, in slot order. Row r computes tokens [starts[r], starts[r] + counts[r]) of its slot."""
+
+    slots: I32
+    starts: I32
+    counts: I32
+    samples: NDArray[np.bool_]
+    """Whether the row's last token is the last known one, so that the next is drawn."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(src, dst) blocks to copy before anything is computed."""
+
+
+@dataclass
+class TokenLogprobs:
+    chosen: float
+    top: list[tuple[int, float]]
+
+
+@dataclass
+class PromptLogprobs:
+    """Of prompt positions [start, start + len(chosen)): the token at each position given those before."""
+
+    start: int
+    chosen: list[float]
+    top: list[list[tuple[int, float]]]
+
+
+@dataclass
+class StepOutput:
+    """`tokens[r]` is the drawn id of row r, -1 where nothing was drawn, -2 where logits were not finite."""
+
+    tokens: I32
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By row index; only rows whose sampling asks for it."""
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExecutorInfo:
+    """What the worker announces of its executor."""
+
+    fingerprint: str
+    block_tokens: int
+    blocks_total: int
+    max_len: int
+    vocab_size: int
+    prefill_tok_s: float
+    decode_step_s: float
+    detail: tuple[tuple[str, str], ...] = ()
+
+
+class Executor(Protocol):
+    """Computes steps, one at a time, in order. Built once per process; may block (it runs in a thread)."""
+
+    @property
+    def info(self) -> ExecutorInfo: ...
+
+    def run(self, step: StepInput, slots: SlotArrays) -> StepOutput: ...
+
+    def close(self) -> None: ...
