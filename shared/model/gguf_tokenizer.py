@@ -1,0 +1,116 @@
+"""tokenizer.json and tokenizer_config.json from the vocabulary and merges inside a GGUF file. Pure."""
+
+from typing import Any
+
+from shared.model.errors import ModelError
+from shared.model.gguf_config import Metadata
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _byte_level(use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _split(pattern: str) -> list[dict[str, Any]]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return [split, _byte_level(False)]
+
+
+_PRETOKENIZERS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_byte_level(True)],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(True)],
+    "llama-bpe": _split(_LLAMA3_SPLIT),
+    "qwen2": _split(_QWEN2_SPLIT),
+}
+
+
+def tokenizer_files(meta: Metadata, vocab_size: int) -> dict[str, dict[str, Any]]:
+    """File name → content. Byte-level BPE tokenizers only; another kind raises ModelError by its name."""
+    kind = meta.get("tokenizer.ggml.model")
+    pre = meta.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2" or pre not in _PRETOKENIZERS:
+        shown = f"{kind!r}" if kind != "gpt2" else f"{kind!r} with pre-tokenizer {pre!r}"
+        raise ModelError(
+            f"the GGUF file has a tokenizer of kind {shown}; known is 'gpt2' with "
+            f"{', '.join(_PRETOKENIZERS)}. "
+            "Use the model's Hugging Face folder, which brings its own tokenizer.json"
+        )
+    tokens: list[str] = meta["tokenizer.ggml.tokens"]
+    if len(tokens) > vocab_size:
+        raise ModelError(f"the GGUF file has {len(tokens)} tokens but an embedding of {vocab_size} rows")
+    types: list[int] = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    added = [
+        {
+            "id": i,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": types[i] == _CONTROL,
+        }
+        for i, token in enumerate(tokens)
+        if types[i] in (_CONTROL, _USER_DEFINED)
+    ]
+    names = {
+        role: tokens[int(meta[key])]
+        for role, key in (
+            ("bos_token", "tokenizer.ggml.bos_token_id"),
+            ("eos_token", "tokenizer.ggml.eos_token_id"),
+            ("unk_token", "tokenizer.ggml.unknown_token_id"),
+            ("pad_token", "tokenizer.ggml.padding_token_id"),
+        )
+        if meta.get(key) is not None
+    }
+    # llama.cpp's own default: only the Llama 3 pre-tokenizer puts a beginning-of-text before every text.
+    add_bos = bool(meta.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")) and "bos_token" in names
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRETOKENIZERS[pre]},
+        "post_processor": _starts_with(names["bos_token"], tokens) if add_bos else None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre == "llama-bpe",
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [merge.split(" ", 1) for merge in meta["tokenizer.ggml.merges"]],
+        },
+    }
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": add_bos,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(meta.get(f"{meta.get('general.architecture')}.context_length", 0)) or None,
+        **names,
+    }
+    if template := meta.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+
+
+def _starts_with(bos: str, tokens: list[str]) -> dict[str, Any]:
+    special, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [special, text],
+        "pair": [special, text, special, second],
+        "special_tokens": {bos: {"id": bos, "ids": [tokens.index(bos)], "tokens": [bos]}},
+    }

