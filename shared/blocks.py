@@ -33,3 +33,8 @@ def chain(root: BlockHash, tokens: Sequence[int], block_tokens: int) -> list[Blo
         parent = extend(parent, tokens[start : start + block_tokens])
         hashes.append(parent)
     return hashes
+
+
+def extend_packed(parent: BlockHash, packed: bytes) -> BlockHash:
+    """`extend` for token ids that are already packed as 4-byte little-endian integers."""
+    return BlockHash(sha256(parent + packed).digest())

@@ -1,0 +1,127 @@
+"""An executor without a model: deterministic tokens at no cost, for the mesh's own figures and tests.
+
+The next token is a hash of (seed, choice, position, last token), so a sequence goes on identically after
+preemption, migration or another batch, as a real model's would.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.step import (
+    I32,
+    ExecutorInfo,
+    PromptLogprobs,
+    SlotArrays,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+)
+
+U64 = NDArray[np.uint64]
+
+_POSITION, _LAST = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+_SHIFT_1, _SHIFT_2, _HALF = np.uint64(30), np.uint64(27), np.uint64(32)
+_FACTOR_1, _FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+CHOSEN_LOGPROB = -0.5
+"""Made up, and the same everywhere."""
+
+
+@dataclass(frozen=True)
+class MockCosts:
+    """Simulated seconds: of a step, and of each token it computes."""
+
+    step_s: float = 0.0
+    token_s: float = 0.0
+
+    @property
+    def any(self) -> bool:
+        return self.step_s > 0 or self.token_s > 0
+
+
+class MockExecutor:
+    """The seam without maths. Sleeps as long as `costs` say, at once ready otherwise."""
+
+    def __init__(self, info: ExecutorInfo, max_slots: int, costs: MockCosts) -> None:
+        self._info = info
+        self._costs = costs
+        self._first, self._span = (np.uint64(part) for part in token_range(info.vocab_size))
+        self._version = np.full(max_slots, -1, np.int64)
+        self._key = np.zeros(max_slots, np.uint64)
+        self._plain = np.zeros(max_slots, np.bool_)
+        # whether no log-probabilities are wanted
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    def run(self, step: StepInput, slots: SlotArrays) -> StepOutput:
+        rows = step.slots
+        if self._costs.any:
+            time.sleep(self._costs.step_s + self._costs.token_s * int(step.counts.sum()))
+        if not len(rows):
+            return StepOutput(np.zeros(0, np.int32))
+        version = slots.version[rows]
+        changed = version != self._version[rows]
+        if changed.any():
+            self._read(rows[changed].tolist(), slots)
+        position = step.starts + step.counts
+        last = slots.tokens[rows, position - 1]
+        output = StepOutput(self._draw(self._key[rows], position.astype(np.uint64), last.astype(np.uint64)))
+        output.tokens[~step.samples] = -1
+        if not self._plain[rows].all():
+            self._add_logprobs(step, slots, output)
+        return output
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _read(self, rows: list[int], slots: SlotArrays) -> None:
+        for slot in rows:
+            sampling = slots.sampling[slot]
+            if sampling is None:
+                raise ValueError(f"row of slot {slot}, which is free")
+            self._version[slot] = slots.version[slot]
+            self._plain[slot] = sampling.logprobs is None and sampling.prompt_logprobs is None
+            choice = int(slots.choice[slot])
+            self._key[slot] = (sampling.seed * 0x9E3779B97F4A7C15 + choice * 0xD1B54A32D192ED03) % 2**64
+
+    def _draw(self, key: U64, position: U64, last: U64) -> I32:
+        mixed = _mix(key ^ (position * _POSITION ^ last * _LAST))
+        return ((mixed >> _HALF) % self._span + self._first).astype(np.int32)
+
+    def _add_logprobs(self, step: StepInput, slots: SlotArrays, output: StepOutput) -> None:
+        for row in np.flatnonzero(~self._plain[step.slots]).tolist():
+            slot = int(step.slots[row])
+            sampling = slots.sampling[slot]
+            if sampling is None:
+                continue
+            if sampling.logprobs is not None and step.samples[row]:
+                token = int(output.tokens[row])
+                output.logprobs[row] = TokenLogprobs(CHOSEN_LOGPROB, self._top(token, sampling.logprobs))
+            # Position 0 has no prediction; what lies behind the prompt is output.
+            start = max(1, int(step.starts[row]))
+            stop = min(int(step.starts[row] + step.counts[row]), int(slots.prompt_len[slot]))
+            if sampling.prompt_logprobs is not None and start < stop:
+                ids = slots.tokens[slot, start:stop].tolist()
+                top = [self._top(token, sampling.prompt_logprobs) for token in ids]
+                output.prompt_logprobs[row] = PromptLogprobs(start, [CHOSEN_LOGPROB] * len(ids), top)
+
+    def _top(self, token: int, count: int) -> list[tuple[int, float]]:
+        others = ((token + offset) % self._info.vocab_size for offset in range(count))
+        return [(other, CHOSEN_LOGPROB - rank) for rank, other in enumerate(others)]
+
+
+def token_range(vocab_size: int) -> tuple[int, int]:
+    """(first, count) of the ids drawn: common whole words of a byte-pair vocabulary, no control ids."""
+    first = vocab_size // 32
+    return first, max(1, vocab_size // 2 - first)
+
+
+def _mix(value: U64) -> U64:
+    """SplitMix64's finaliser (Steele, Lea and Flood, 2014) without its last shift; wraps modulo 2^64."""
+    value = (value ^ (value >> _SHIFT_1)) * _FACTOR_1
+    return (value ^ (value >> _SHIFT_2)) * _FACTOR_2

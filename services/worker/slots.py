@@ -1,0 +1,406 @@
+"""The persistent batch: step frames change it, executors read it, results advance it (design §4).
+
+Pure bookkeeping over numpy arrays, no torch, no clock. A steady decode step costs a handful of array
+operations whatever the number of slots; only what changes is handled one by one.
+
+Rules that both ends of the wire share:
+- A slot *decodes* once all but its last known id are computed; until then only `work` moves it.
+- A stopped slot computes nothing until it is released, but blocks handed to it lose their hash all the same:
+  the scheduler gave them away by that very act.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from services.worker.faults import FrameFault, RequestFault, check_sampling, length_limit, read_ids
+from services.worker.hashes import BlockHashes
+from services.worker.step import I32, SlotArrays, StepInput, StepOutput
+from shared.blocks import extend_packed, root_hash
+from shared.ids import BlockHash
+from shared.wire import Admit, Extend, KvOp, SlotLogprobs, SlotPromptLogprobs, Step, Stopped, Stored
+
+NOT_FINITE = -2
+"""`StepOutput.tokens` of a row whose logits were not finite."""
+
+ROOTS_KEPT = 1024
+"""Root hashes cached by salt; salts come from outside, so their number has a bound."""
+
+StopReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Bounds of an instance's batch."""
+
+    max_slots: int
+    max_len: int
+    block_tokens: int
+    blocks_total: int
+    vocab_size: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_len // self.block_tokens)
+
+
+@dataclass
+class StepResult:
+    """The content of a `Done`, before it is addressed."""
+
+    slots: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    stopped: list[Stopped] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
+    logprobs: list[SlotLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[SlotPromptLogprobs] = field(default_factory=list)
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+class Batch:
+    """Slots [0, max_slots) and the hashes of blocks [0, blocks_total).
+
+    Strictly alternating: `apply(frame)` → the executor computes → `commit(input, output)`.
+    """
+
+    def __init__(self, shape: BatchShape, fingerprint: str) -> None:
+        self.shape = shape
+        self.hashes = BlockHashes(shape.blocks_total)
+        self._fingerprint = fingerprint
+        self._roots: dict[str, BlockHash] = {}
+        slots = shape.max_slots
+        self.arrays = SlotArrays(
+            tokens=np.zeros((slots, shape.max_len), np.int32),
+            block_table=np.full((slots, shape.max_blocks), -1, np.int32),
+            computed=np.zeros(slots, np.int32),
+            known=np.zeros(slots, np.int32),
+            prompt_len=np.zeros(slots, np.int32),
+            choice=np.zeros(slots, np.int32),
+            sampling=[None] * slots,
+            version=np.zeros(slots, np.int64),
+        )
+        self._decoding = np.zeros(slots, np.bool_)
+        # live, not stopped, and all but the last known id computed
+        self._stopped = np.zeros(slots, np.bool_)
+        self._tables = np.zeros(slots, np.int32)
+        # blocks in the slot's table
+        self._users = np.zeros(shape.blocks_total, np.int32)
+        # tables of running slots that hold the block
+        self._limit = np.zeros(slots, np.int32)
+        # the sequence ends when it has this many ids
+        self._hashed = np.zeros(slots, np.int32)
+        # blocks [0, hashed) of the table are confirmed; the last of them is `_parent`
+        self._parent: list[BlockHash] = [BlockHash(b"")] * slots
+        self._stop_ids: list[frozenset[int]] = [frozenset()] * slots
+        self._stop_from = np.zeros(slots, np.int32)
+        # stop ids count from this position on (min_tokens)
+        self._watched = np.zeros(shape.vocab_size, np.int32)
+        # per id: live slots it may stop, so that one look-up settles almost every token
+        self._rejected: list[Stopped] = []
+        self._steady = False
+        # the step at hand is one decode token of every decoding slot, and nothing else
+        self._ones = np.ones(slots, np.int32)
+        self._trues = np.ones(slots, np.bool_)
+        self._live = 0
+
+    @property
+    def live(self) -> int:
+        """Slots that hold a sequence, stopped ones included."""
+        return self._live
+
+    def reset(self) -> None:
+        """A new session, or a frame that failed half-way: every slot is free; hashed blocks stay."""
+        arrays = self.arrays
+        arrays.sampling[:] = [None] * self.shape.max_slots
+        arrays.block_table.fill(-1)
+        for counters in (arrays.known, arrays.computed, self._tables, self._users, self._watched):
+            counters.fill(0)
+        for flags in (self._decoding, self._stopped):
+            flags.fill(False)
+        self._stop_ids[:] = [frozenset()] * self.shape.max_slots
+        self._rejected = []
+        self._live = 0
+
+    def apply(self, frame: Step) -> StepInput:
+        """Take the frame's changes in their order of effect and say what is to be computed.
+
+        Raises `FrameFault`; the batch must be reset then. Nothing is computed before all of it is checked.
+        """
+        self._steady = not (frame.admit or frame.work or frame.blocks or frame.release or frame.kv_ops)
+        if not self._steady:
+            return self._apply_changes(frame)
+        slots = self._decoding.nonzero()[0].astype(np.int32)
+        rows = len(slots)
+        step = StepInput(slots, self.arrays.computed[slots], self._ones[:rows], self._trues[:rows])
+        self._check_room(step)
+        return step
+
+    def commit(self, step: StepInput, output: StepOutput) -> StepResult:
+        """Advance the batch by what the executor computed."""
+        result = StepResult(stopped=self._rejected)
+        self._rejected = []
+        slots = step.slots
+        if not len(slots):
+            return result
+        result.decode_tokens = len(slots)
+        if not self._steady:
+            result.decode_tokens = int(np.count_nonzero(self._decoding[slots]))
+            result.prefill_tokens = int(step.counts.sum()) - result.decode_tokens
+        drawn, tokens = slots, output.tokens
+        if tokens.min() < 0:
+            drawn, tokens = self._without_undrawn(step, tokens, result)
+        computed = step.starts + step.counts
+        self.arrays.computed[slots] = computed
+        self._confirm(slots, computed, result.stored)
+        self._append(drawn, tokens, result)
+        for row, of in output.logprobs.items():
+            result.logprobs.append(SlotLogprobs(int(slots[row]), of.chosen, of.top))
+        for row, of_prompt in output.prompt_logprobs.items():
+            result.prompt_logprobs.append(
+                SlotPromptLogprobs(int(slots[row]), of_prompt.start, of_prompt.chosen, of_prompt.top)
+            )
+        return result
+
+    # Changes, each checked before it touches anything.
+
+    def _apply_changes(self, frame: Step) -> StepInput:
+        for slot in frame.release:
+            self._check_live(slot)
+            self._free(slot)
+        for admit in frame.admit:
+            self._admit(admit)
+        for extend in frame.blocks:
+            self._extend(extend)
+        copies = [self._copy(op) for op in frame.kv_ops]
+
+        counts = self._decoding.astype(np.int32)
+        chunked: set[int] = set()
+        for slot, count in ((work.slot, work.count) for work in frame.work):
+            self._check_live(slot)
+            if slot in chunked:
+                raise FrameFault("number of work rows", got="two", allowed="one a slot", slot=slot)
+            chunked.add(slot)
+            if self._stopped[slot]:
+                continue
+            left = int(self.arrays.known[slot] - self.arrays.computed[slot])
+            if not 0 <= count <= left:
+                raise FrameFault("count of work", got=count, allowed=f"0 to {left}", slot=slot)
+            counts[slot] = count
+        slots = np.flatnonzero(counts).astype(np.int32)
+        starts = self.arrays.computed[slots]
+        counts = counts[slots]
+        step = StepInput(slots, starts, counts, starts + counts == self.arrays.known[slots], copies)
+        self._check_room(step)
+        return step
+
+    def _admit(self, admit: Admit) -> None:
+        slot, shape = admit.slot, self.shape
+        self._check_slot(slot)
+        if self.arrays.sampling[slot] is not None:
+            raise FrameFault("slot to admit into", got="taken", allowed="a free one", slot=slot)
+        length = len(admit.ids)
+        if not 0 < admit.prompt_len <= length:
+            raise FrameFault("prompt_len", got=admit.prompt_len, allowed=f"1 to {length}", slot=slot)
+        if not 0 <= admit.computed < length:
+            raise FrameFault("computed", got=admit.computed, allowed=f"0 to {length - 1}", slot=slot)
+        if not 0 <= admit.choice < 2**31:
+            raise FrameFault("choice", got=admit.choice, allowed="0 to 2^31 - 1", slot=slot)
+        cached = admit.computed // shape.block_tokens
+        if len(admit.blocks) * shape.block_tokens < admit.computed:
+            raise FrameFault(
+                "table", got=f"{len(admit.blocks)} blocks", allowed=f"{admit.computed} ids long", slot=slot
+            )
+        self._check_blocks(admit.blocks, slot)
+        self._live += 1
+        self.arrays.sampling[slot] = admit.sampling
+        self.arrays.version[slot] += 1
+        try:
+            ids = read_ids(admit.ids, shape.vocab_size)
+            check_sampling(admit.sampling, shape.vocab_size)
+            limit = length_limit(admit, shape.max_len)
+        except RequestFault as fault:
+            self._stopped[slot] = True
+            self._rejected.append(Stopped(slot, "error", str(fault)))
+            for block in admit.blocks[cached:]:
+                self.hashes.forget(block)
+            return
+        parent = self._check_prefix(admit, ids, cached)
+
+        arrays = self.arrays
+        arrays.tokens[slot, :length] = ids
+        arrays.known[slot] = length
+        arrays.computed[slot] = admit.computed
+        arrays.prompt_len[slot] = admit.prompt_len
+        arrays.choice[slot] = admit.choice
+        self._decoding[slot] = admit.computed == length - 1
+        self._limit[slot] = limit
+        self._hashed[slot] = cached
+        self._parent[slot] = parent
+        stop_ids = frozenset(admit.sampling.stop_token_ids)
+        self._stop_ids[slot] = stop_ids
+        self._stop_from[slot] = min(admit.prompt_len + admit.sampling.min_tokens, shape.max_len)
+        for token in stop_ids:
+            self._watched[token] += 1
+        self._users[admit.blocks[:cached]] += 1
+        self._put_in_table(slot, admit.blocks[:cached])
+        self._hand_out(slot, admit.blocks[cached:])
+
+    def _extend(self, extend: Extend) -> None:
+        slot = extend.slot
+        self._check_live(slot)
+        self._check_blocks(extend.blocks, slot)
+        self._hand_out(slot, extend.blocks)
+
+    def _copy(self, op: KvOp) -> tuple[int, int]:
+        self._check_blocks([op.src, op.dst])
+        if self._users[op.dst] > 1:
+            raise FrameFault("block to copy into", got=f"{op.dst}, shared", allowed="one that nobody shares")
+        self.hashes.forget(op.dst)
+        return op.src, op.dst
+
+    def _hand_out(self, slot: int, blocks: list[int]) -> None:
+        """Append blocks whose former content is given up, by the scheduler and so by us."""
+        for block in blocks:
+            self.hashes.forget(block)
+        if self._stopped[slot]:
+            return
+        users = self._users[blocks]
+        if users.any():
+            taken = blocks[int(users.argmax())]
+            raise FrameFault("block handed out", got=f"{taken}, in use", allowed="one not in use", slot=slot)
+        self._users[blocks] = 1
+        self._put_in_table(slot, blocks)
+
+    def _put_in_table(self, slot: int, blocks: list[int]) -> None:
+        before = int(self._tables[slot])
+        after = before + len(blocks)
+        if after > self.shape.max_blocks:
+            raise FrameFault(
+                "table", got=f"{after} blocks", allowed=f"up to {self.shape.max_blocks}", slot=slot
+            )
+        self.arrays.block_table[slot, before:after] = blocks
+        self._tables[slot] = after
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.shape.max_slots:
+            raise FrameFault("slot", got=slot, allowed=f"0 to {self.shape.max_slots - 1}")
+
+    def _check_live(self, slot: int) -> None:
+        self._check_slot(slot)
+        if self.arrays.sampling[slot] is None:
+            raise FrameFault("slot", got="free", allowed="one that holds a sequence", slot=slot)
+
+    def _check_blocks(self, blocks: list[int], slot: int | None = None) -> None:
+        total = self.shape.blocks_total
+        if blocks and not 0 <= min(blocks) <= max(blocks) < total:
+            wrong = next(block for block in blocks if not 0 <= block < total)
+            raise FrameFault("block", got=wrong, allowed=f"0 to {total - 1}", slot=slot)
+        if len(set(blocks)) != len(blocks):
+            raise FrameFault("list of blocks", got="naming one twice", allowed="distinct blocks", slot=slot)
+
+    def _check_prefix(self, admit: Admit, ids: I32, cached: int) -> BlockHash:
+        """Hash of the last cached block. A hit is a belief of the scheduler; what our blocks hold decides."""
+        root = self._roots.get(admit.salt)
+        if root is None:
+            root = root_hash(self._fingerprint, self.shape.block_tokens, admit.salt)
+            if len(self._roots) < ROOTS_KEPT:
+                self._roots[admit.salt] = root
+        parent, size = root, self.shape.block_tokens
+        for index, block in enumerate(admit.blocks[:cached]):
+            parent = extend_packed(parent, ids[index * size : (index + 1) * size].tobytes())
+            if self.hashes.of(block) != parent:
+                raise FrameFault(
+                    "cached block",
+                    got=f"{block}, which holds something else",
+                    allowed="the block of this prefix",
+                    slot=admit.slot,
+                )
+        return parent
+
+    def _check_room(self, step: StepInput) -> None:
+        short = step.starts + step.counts > self._tables[step.slots] * self.shape.block_tokens
+        if short.any():
+            slot = int(step.slots[short.argmax()])
+            raise FrameFault(
+                "table",
+                got=f"{self._tables[slot]} blocks",
+                allowed=f"room for position {self.arrays.computed[slot]} and what else is computed",
+                slot=slot,
+            )
+
+    # Results.
+
+    def _without_undrawn(self, step: StepInput, tokens: I32, result: StepResult) -> tuple[I32, I32]:
+        """Rows that drew a token. Those in their prompt move on; those without finite logits stop."""
+        slots = step.slots
+        waiting = ~step.samples
+        after = step.starts + step.counts
+        self._decoding[slots[waiting]] = (after == self.arrays.known[slots] - 1)[waiting]
+        good = step.samples & (tokens >= 0)
+        for row in np.flatnonzero(step.samples & ~good).tolist():
+            if tokens[row] != NOT_FINITE:
+                raise RuntimeError(f"the executor drew no token for row {row}, which samples")
+            slot = int(slots[row])
+            # What it computed is not fit to be shared.
+            self._hashed[slot] = self.shape.max_blocks
+            self._stop(slot, result, "error", "its logits were not finite")
+        return slots[good], tokens[good]
+
+    def _confirm(self, slots: I32, computed: I32, stored: list[Stored]) -> None:
+        """Hash every block whose last token this step wrote."""
+        size = self.shape.block_tokens
+        full = computed // size
+        for row in (full > self._hashed[slots]).nonzero()[0].tolist():
+            slot = int(slots[row])
+            first, last = int(self._hashed[slot]), int(full[row])
+            packed = self.arrays.tokens[slot, first * size : last * size].tobytes()
+            parent = self._parent[slot]
+            for index, block in enumerate(self.arrays.block_table[slot, first:last].tolist()):
+                parent = extend_packed(parent, packed[4 * size * index : 4 * size * (index + 1)])
+                self.hashes.store(block, parent)
+                stored.append(Stored(block, parent))
+            self._parent[slot] = parent
+            self._hashed[slot] = last
+
+    def _append(self, slots: I32, tokens: I32, result: StepResult) -> None:
+        arrays = self.arrays
+        position = arrays.known[slots]
+        arrays.tokens[slots, position] = tokens
+        length = position + 1
+        arrays.known[slots] = length
+        if not self._steady:
+            self._decoding[slots] = True
+        result.slots = slots.tolist()
+        result.tokens = tokens.tolist()
+        ended = length >= self._limit[slots]
+        for row in (ended | (self._watched[tokens] > 0)).nonzero()[0].tolist():
+            slot = result.slots[row]
+            if result.tokens[row] in self._stop_ids[slot] and position[row] >= self._stop_from[slot]:
+                self._stop(slot, result, "stop")
+            elif ended[row]:
+                self._stop(slot, result, "length")
+
+    def _stop(self, slot: int, result: StepResult, reason: StopReason, detail: str = "") -> None:
+        self._stopped[slot] = True
+        self._decoding[slot] = False
+        self._leave_blocks(slot)
+        result.stopped.append(Stopped(slot, reason, detail))
+
+    def _leave_blocks(self, slot: int) -> None:
+        self._users[self.arrays.block_table[slot, : self._tables[slot]]] -= 1
+
+    def _free(self, slot: int) -> None:
+        if not self._stopped[slot]:
+            self._leave_blocks(slot)
+        for token in self._stop_ids[slot]:
+            self._watched[token] -= 1
+        self._stop_ids[slot] = frozenset()
+        self.arrays.block_table[slot, : self._tables[slot]] = -1
+        self._tables[slot] = 0
+        self.arrays.known[slot] = self.arrays.computed[slot] = 0
+        self.arrays.sampling[slot] = None
+        self._decoding[slot] = self._stopped[slot] = False
+        self._live -= 1
