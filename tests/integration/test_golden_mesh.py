@@ -1,0 +1,83 @@
+"""Golden tokens through the whole mesh at float32: alone, all at once, cold and warm, and under pressure."""
+
+import asyncio
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.support.mesh import Mesh
+
+pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(600)]
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data/golden.json").read_text())
+
+
+def complete(base_url: str, case: dict) -> dict:
+    body = {
+        "model": "smol",
+        "prompt": case["ids"],
+        "max_tokens": len(case["golden"]),
+        "temperature": 0,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+    }
+    request = urllib.request.Request(
+        f"{base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)
+
+
+def tokens(answer: dict) -> list[int]:
+    return answer["choices"][0]["token_ids"]
+
+
+async def all_at_once(base_url: str, copies: int) -> None:
+    cases = [case for case in GOLDEN for _ in range(copies)]
+    answers = await asyncio.gather(*(asyncio.to_thread(complete, base_url, case) for case in cases))
+    for case, answer in zip(cases, answers, strict=True):
+        assert tokens(answer) == case["golden"], case["prompt"]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    with Mesh.start(tmp_path_factory.mktemp("mesh"), "--dtype", "float32") as running:
+        yield running
+
+
+def test_every_case_alone_with_a_cold_and_then_a_warm_cache(mesh):
+    for _ in range(2):
+        for case in GOLDEN:
+            answer = complete(mesh.base_url, case)
+            assert tokens(answer) == case["golden"], case["prompt"]
+            assert answer["choices"][0]["text"] == case["text"]
+
+
+def test_a_warm_cache_is_really_used(mesh):
+    case = max(GOLDEN, key=lambda c: len(c["ids"]))
+    complete(mesh.base_url, case)
+    usage = complete(mesh.base_url, case)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= len(case["ids"]) - 32
+
+
+async def test_all_cases_at_once(mesh):
+    await all_at_once(mesh.base_url, copies=-(-32 // len(GOLDEN)))
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+async def test_golden_with_that_chunk_size(tmp_path, chunk):
+    with Mesh.start(tmp_path, "--dtype", "float32", "--max-step-tokens", str(chunk)) as running:
+        await all_at_once(running.base_url, copies=2)
+
+
+async def test_golden_after_forced_preemption(tmp_path):
+    """KV for a few sequences only: the rest must be preempted or wait, and nobody's tokens change."""
+    with Mesh.start(
+        tmp_path, "--dtype", "float32", "--kv-memory", "24MiB", "--reservation", "none"
+    ) as running:
+        await all_at_once(running.base_url, copies=4)
+        metrics = urllib.request.urlopen(running.metrics_url("scheduler"), timeout=10).read().decode()
+        line = next(x for x in metrics.splitlines() if x.startswith("hortator_preemptions_total"))
+        assert float(line.split()[-1]) > 0, "the run was meant to force preemption"
