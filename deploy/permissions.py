@@ -7,7 +7,7 @@ role, except workers: each instance has its own user, which reaches its own subj
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.subjects import TABLE, Delivery, Subject
+from shared.subjects import TABLE, Delivery, Subject, service_status
 
 Role = Literal["gateway", "scheduler", "worker", "kvstore", "operator"]
 
@@ -61,6 +61,10 @@ def permissions(role: Role, user: str, instance: str = "") -> Permissions:
     publish = [subject(row) for name, row in TABLE.items() if role in PUBLISHERS[name]]
     subscribe = [subject(row) for row in TABLE.values() if role in SUBSCRIBERS[row.delivery]]
     if role == "operator":
-        publish.append("$SRV.>")
+        publish += ["$SRV.>", "hortator.v1.service.*.*"]
         subscribe = ["hortator.>"]
+    else:
+        # The endpoint that service discovery announces.
+        status = service_status(f"hortator-{role}", instance or "any").split(".")
+        subscribe.append(".".join([*status[:-1], instance or "*"]))
     return Permissions(tuple(publish), (*subscribe, "$SRV.>", f"_INBOX.{user}.>"))

@@ -85,10 +85,20 @@ class RunDir:
         """Remove what only a running mesh needs, then give up the lock."""
         self.forget_secrets()
         shutil.rmtree(self.ready, ignore_errors=True)
+        self.drop_claim()
+
+    def drop_claim(self) -> None:
+        """Give up the lock alone, for the process that will take it next."""
         if self._lock is not None:
             (self.path / "lock").unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
+
+    def refuse_if_claimed(self) -> None:
+        """Raises `RunDirError` when a mesh runs here; creates nothing."""
+        if (self.path / "lock").exists():
+            self.claim()
+            self.drop_claim()
 
     def forget_secrets(self) -> None:
         (self.path / "credentials.json").unlink(missing_ok=True)

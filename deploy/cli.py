@@ -1,0 +1,191 @@
+"""The console script `hortator`.
+
+`hortator gateway|scheduler|worker|kvstore` runs one service from environment settings, in whatever
+environment holds that service's extra alone: nothing but the standard library is imported before.
+Everything else is the operator's command line and needs the `local` extra.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+if TYPE_CHECKING:
+    import typer
+
+SERVICES = ("gateway", "scheduler", "worker", "kvstore")
+
+_FORWARDED = {
+    "chat": ("deploy.chat", "Talk to the model in the terminal."),
+    "model": ("deploy.model_cli", "Pull, list, verify and import models."),
+    "bench": ("deploy.bench.cli", "Measure any OpenAI-compatible server: closed loop, open loop, traces."),
+}
+"""Command → module with a typer `app`, imported when the command is used."""
+
+
+def main() -> None:
+    """Entry point; ends the process with the command's exit status."""
+    args = sys.argv[1:]
+    if args and args[0] in SERVICES:
+        _run_service(args[0], args[1:])
+        return
+    try:
+        app = _build()
+    except ModuleNotFoundError as error:
+        _missing(error)
+    app(prog_name="hortator")
+
+
+def _run_service(name: str, rest: list[str]) -> None:
+    if rest:
+        sys.exit(
+            f"hortator {name} takes no arguments: it reads HORTATOR_* environment variables "
+            f"(see services/{name}/settings.py and shared/runtime/settings.py)"
+        )
+    try:
+        module = importlib.import_module(f"services.{name}.__main__")
+    except ModuleNotFoundError as error:
+        _missing(error, name)
+    module.main()
+
+
+def _missing(error: ModuleNotFoundError, extra: str = "local") -> NoReturn:
+    if (error.name or "").split(".")[0] in ("services", "shared", "deploy"):
+        raise error  # a file of ours is missing: no extra brings it
+    sys.exit(f"hortator: {error.name} is not installed: pip install 'hortator[{extra}]'")
+
+
+def _build() -> "typer.Typer":
+    import typer
+
+    from deploy.rundir import default_run_dir
+
+    app = typer.Typer(
+        help="Distributed LLM inference as a mesh of services over NATS and Redis.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    RunDirOption = Annotated[
+        Path, typer.Option("--run-dir", help="Where this mesh keeps its pids, credentials and logs.")
+    ]
+    here = default_run_dir(dict(os.environ))
+
+    @app.command()
+    def up(
+        model: Annotated[
+            str, typer.Option(help="A name (smol), a Hugging Face folder, or a .gguf file.")
+        ] = "smollm2-135m-instruct",
+        instances: Annotated[int, typer.Option(min=1, max=64, help="Model replicas.")] = 1,
+        dtype: Annotated[Literal["float32", "float16"], typer.Option(help="Weights in memory.")] = "float16",
+        kv_dtype: Annotated[
+            Literal["", "float32", "float16", "bfloat16"],
+            typer.Option(help="KV cache; empty: as the worker chooses."),
+        ] = "",
+        kv_memory: Annotated[str, typer.Option(help="Memory for KV of each instance.")] = "512MiB",
+        http: Annotated[
+            str, typer.Option(metavar="HOST:PORT", help="Address of the API; port 0: any free one.")
+        ] = ("127.0.0.1:8000"),
+        run_dir: RunDirOption = here,
+        api_key_file: Annotated[
+            Path | None, typer.Option(help="Keys that clients must send, one a line.")
+        ] = None,
+        detach: Annotated[
+            bool, typer.Option("--detach", help="Return once ready; stop with `hortator down`.")
+        ] = False,
+        mock: Annotated[bool, typer.Option("--mock", help="Workers without model mathematics.")] = False,
+        max_slots: Annotated[int, typer.Option(min=0, help="Sequences at once per instance; 0: chosen.")] = 0,
+        policy: Annotated[Literal["continuous", "static"], typer.Option(help="Batching.")] = "continuous",
+        reservation: Annotated[
+            Literal["expected", "max"], typer.Option(help="KV reserved at admission.")
+        ] = "expected",
+        threads: Annotated[
+            int, typer.Option(min=0, help="Compute threads per instance; 0: cores shared out.")
+        ] = 0,
+        log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
+    ) -> None:
+        """Start NATS, Redis, kvstore, scheduler, workers and gateway on this machine."""
+        from deploy import up as command
+        from deploy.options import UpOptions
+
+        options = UpOptions(
+            run_dir=run_dir.expanduser().absolute(),
+            model=model,
+            instances=instances,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            kv_memory=kv_memory,
+            http=http,
+            api_key_file=api_key_file,
+            mock=mock,
+            max_slots=max_slots,
+            policy=policy,
+            reservation=reservation,
+            threads=threads,
+            log_level=log_level,
+        )
+        sys.exit(command.up(options, detach=detach))
+
+    @app.command()
+    def down(
+        run_dir: RunDirOption = here,
+        grace_s: Annotated[float, typer.Option(min=0, help="Patience before processes are killed.")] = 45.0,
+    ) -> None:
+        """Stop a mesh, whatever is left of it."""
+        from deploy import down as command
+
+        sys.exit(command.down(run_dir, grace_s))
+
+    @app.command()
+    def status(
+        json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+        run_dir: RunDirOption = here,
+    ) -> None:
+        """Show a mesh's services and instances."""
+        from deploy import status as command
+
+        sys.exit(command.show(run_dir, as_json=json))
+
+    @app.command()
+    def tap(
+        subject: Annotated[
+            str, typer.Argument(help="NATS subject; `*` and `>` are wildcards.")
+        ] = "hortator.>",
+        run_dir: RunDirOption = here,
+        count: Annotated[int, typer.Option(min=0, help="End after so many frames; 0: never.")] = 0,
+    ) -> None:
+        """Print frames as they pass, one JSON object a line, decoded without the schema."""
+        from deploy import tap as command
+
+        sys.exit(command.tap(run_dir, subject, count))
+
+    for name, (module, text) in _FORWARDED.items():
+        app.command(
+            name,
+            help=text,
+            add_help_option=False,
+            context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        )(_forwarder(name, module))
+
+    for name in SERVICES:
+        app.command(name, help="Run this service in the foreground, from HORTATOR_* settings.")(lambda: None)
+    return app
+
+
+def _forwarder(name: str, module: str) -> Callable[[Any], None]:
+    import typer
+
+    def forward(ctx: typer.Context) -> None:
+        try:
+            target = importlib.import_module(module).app
+        except ModuleNotFoundError as error:
+            _missing(error)
+        target(ctx.args, prog_name=f"hortator {name}")
+
+    return forward
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The processes of a local mesh, as data: what is started, with which settings, in which order."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from deploy.credentials import Credentials
+from deploy.down import MARK
+from deploy.options import UpOptions, instance_names, parse_size
+from deploy.rundir import RunDir
+from deploy.servers import nats_probe, redis_probe
+from deploy.supervisor import ChildSpec
+
+_GATEWAY_GRACE_S = 8.0
+_SERVICE_GRACE_S = 4.0
+_WORKER_START_S = 300.0
+"""Loading weights from a cold disk and timing the kernels takes a while; a crash is seen at once anyway."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """What is known of a run before its first process starts."""
+
+    nats_program: str
+    redis_program: str
+    nats_port: int
+    redis_port: int
+    model_name: str
+    model_folder: Path
+    http: str
+    """HOST:PORT of the gateway."""
+
+    @property
+    def nats_url(self) -> str:
+        return f"nats://127.0.0.1:{self.nats_port}"
+
+
+def stages(
+    options: UpOptions, run: RunDir, credentials: Credentials, places: Places, environ: Mapping[str, str]
+) -> list[list[ChildSpec]]:
+    """Groups of processes in the order of their start; each needs those before it."""
+    inherited = {key: value for key, value in environ.items() if not key.startswith("HORTATOR_")}
+    # Line by line into the log, so that the last words of a crash are there.
+    inherited["PYTHONUNBUFFERED"] = "1"
+
+    def server(name: str, argv: tuple[str, ...], is_up: Callable[[], bool]) -> ChildSpec:
+        return ChildSpec(
+            name=name,
+            service=name,
+            instance=name,
+            rank=None,
+            argv=argv,
+            env={**inherited, MARK: str(run.ready_file(name))},
+            log=run.log(name),
+            is_up=lambda pid: is_up(),
+            start_timeout_s=20.0,
+        )
+
+    def service(
+        service: str, instance: str, user: str, settings: dict[str, str], **limits: float
+    ) -> ChildSpec:
+        grace_s = limits.get("grace_s", _SERVICE_GRACE_S)
+        common = {
+            "nats_url": places.nats_url,
+            "nats_user": user,
+            "nats_password": credentials.nats[user].password,
+            "redis_url": _redis_url(service, credentials, places.redis_port),
+            "http": "127.0.0.1:0",
+            "model": places.model_name,
+            "instance": instance,
+            "log_level": options.log_level,
+            "ready_file": str(run.ready_file(instance)),
+            "stop_grace_s": str(grace_s),
+        }
+        return ChildSpec(
+            name=instance,
+            service=service,
+            instance=instance,
+            rank=0 if service == "worker" else None,
+            # -P: a folder called `services` where the operator stands is none of ours.
+            argv=(sys.executable, "-P", "-m", f"services.{service}"),
+            env={**inherited, **{f"HORTATOR_{k.upper()}": v for k, v in (common | settings).items()}},
+            log=run.log(instance),
+            is_up=_listens(run.ready_file(instance)),
+            start_timeout_s=limits.get("start_s", 60.0),
+            # The service cancels what is unfinished after its own grace; this is for one that hangs.
+            stop_grace_s=grace_s + 4.0,
+        )
+
+    nats_argv = (places.nats_program, "-c", str(run.conf / "nats.conf"))
+    redis_argv = (places.redis_program, str(run.conf / "redis.conf"))
+    names = instance_names(options.instances)
+    return [
+        [
+            server("nats", nats_argv, nats_probe(places.nats_port)),
+            server(
+                "redis", redis_argv, redis_probe(places.redis_port, "operator", credentials.redis["operator"])
+            ),
+        ],
+        [service("kvstore", "kvstore", "kvstore", {})],
+        [
+            service(
+                "worker", name, f"worker-{name}", worker_settings(options, places), start_s=_WORKER_START_S
+            )
+            for name in names
+        ],
+        [service("scheduler", "scheduler", "scheduler", scheduler_settings(options))],
+        [
+            service(
+                "gateway", "gateway", "gateway", gateway_settings(options, places), grace_s=_GATEWAY_GRACE_S
+            )
+        ],
+    ]
+
+
+def worker_settings(options: UpOptions, places: Places) -> dict[str, str]:
+    settings = {
+        "model_dir": str(places.model_folder),
+        "dtype": options.dtype,
+        "kv_dtype": options.kv_dtype,
+        "kv_memory": str(parse_size(options.kv_memory)),
+        "threads": str(options.threads or max(1, len(os.sched_getaffinity(0)) // options.instances)),
+        "mock": "1" if options.mock else "",
+        "max_slots": str(options.max_slots or ""),
+    }
+    return {key: value for key, value in settings.items() if value}
+
+
+def scheduler_settings(options: UpOptions) -> dict[str, str]:
+    return {"policy": options.policy, "reservation": options.reservation}
+
+
+def gateway_settings(options: UpOptions, places: Places) -> dict[str, str]:
+    settings = {"http": places.http, "model_dir": str(places.model_folder)}
+    if options.api_key_file is not None:
+        settings["api_key_file"] = str(options.api_key_file.expanduser().absolute())
+    return settings
+
+
+def _redis_url(service: str, credentials: Credentials, port: int) -> str:
+    password = credentials.redis.get(service)
+    return "" if password is None else f"redis://{service}:{quote(password)}@127.0.0.1:{port}/0"
+
+
+def _listens(ready_file: Path) -> Callable[[int], bool]:
+    """Up when this life of the process has written its ready file."""
+
+    def is_up(pid: int) -> bool:
+        try:
+            return json.loads(ready_file.read_text())["pid"] == pid
+        except (OSError, ValueError, KeyError):
+            return False
+
+    return is_up

@@ -1,0 +1,82 @@
+"""What `hortator up` can be told, read and checked once."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Dtype = Literal["float32", "float16"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
+
+
+class BadOption(ValueError):
+    """An option that cannot be used; the message names it and says what would be right."""
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """Options of one mesh. `as_args` gives the command line that means the same."""
+
+    run_dir: Path
+    model: str = "smollm2-135m-instruct"
+    instances: int = 1
+    dtype: Dtype = "float16"
+    kv_dtype: str = ""
+    """Empty: as the worker chooses."""
+    kv_memory: str = "512MiB"
+    http: str = "127.0.0.1:8000"
+    api_key_file: Path | None = None
+    mock: bool = False
+    max_slots: int = 0
+    """0: as the worker chooses."""
+    policy: Literal["continuous", "static"] = "continuous"
+    reservation: Literal["expected", "max"] = "expected"
+    threads: int = 0
+    """Compute threads of each instance; 0: the cores shared out evenly."""
+    log_level: str = "info"
+
+    def as_args(self) -> list[str]:
+        args: list[str] = []
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            flag = f"--{name.replace('_', '-')}"
+            if value is True:
+                args.append(flag)
+            elif value not in (None, False, "", 0):
+                args += [flag, str(value)]
+        return args
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `512MiB`, `2GiB`, `300mb` or a bare number. Raises `BadOption`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise BadOption(f"{text!r} is not a size: write for example 512MiB or 2GiB")
+    return int(float(match[1]) * unit)
+
+
+def parse_http(text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT` (`[::1]:8000` for IPv6). Raises `BadOption`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise BadOption(f"{text!r} is not HOST:PORT: write for example 127.0.0.1:8000")
+    return host, int(port)
+
+
+def instance_names(count: int) -> list[str]:
+    """Names of a mesh's instances: w0, w1, …"""
+    if not 1 <= count <= 64:
+        raise BadOption(f"--instances {count}: choose 1 to 64")
+    return [f"w{i}" for i in range(count)]

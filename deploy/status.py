@@ -1,0 +1,157 @@
+"""`hortator status`: what a mesh consists of and what its instances do."""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from deploy.down import recorded
+from deploy.rundir import RunDir, RunDirError
+from deploy.tap import connect
+from shared.bus.port import BusDown
+
+SCHEDULER_STATS = "$SRV.STATS.hortator-scheduler"
+
+INSTANCE_FIELDS = (
+    "id",
+    "role",
+    "state",
+    "running",
+    "waiting",
+    "blocks_total",
+    "blocks_free",
+    "blocks_cached",
+    "prefill_tok_s",
+    "decode_tok_s",
+)
+
+
+def show(path: Path, *, as_json: bool) -> int:
+    """Print the status. Exit status 0 while the mesh runs, else 1."""
+    try:
+        report = collect(RunDir(path))
+    except RunDirError as error:
+        print(f"hortator status: {error}", file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        _print_tables(report)
+    return 0 if report["state"] in ("ready", "starting") else 1
+
+
+def collect(run: RunDir, now: float | None = None) -> dict[str, Any]:
+    """Status as `--json` prints it. Raises `RunDirError` when there never was a mesh in the directory."""
+    state = run.read_state()
+    if state is None:
+        raise RunDirError(f"no mesh in {run.path}: start one with `hortator up`, or name its --run-dir")
+    now = time.time() if now is None else now
+    supervised = recorded(state.get("supervisor")) is not None
+    report: dict[str, Any] = {
+        "run_dir": str(run.path),
+        "state": state["state"] if supervised or state["state"] in ("stopped", "failed") else "dead",
+        "url": state.get("url"),
+        "model": state.get("model"),
+        "supervisor_pid": state["supervisor"]["pid"] if supervised else None,
+        "services": [_service(entry, run, now) for entry in state.get("services", [])],
+        "instances": [],
+        "schedulers": [],
+    }
+    if report["state"] in ("ready", "starting"):
+        try:
+            answers = asyncio.run(_ask_schedulers(run))
+        except (BusDown, RunDirError) as error:
+            report["error"] = str(error)
+        else:
+            report["schedulers"] = [{k: v for k, v in a.items() if k != "instances"} for a in answers]
+            # A standby lists nothing; of two that think they lead, the higher epoch is right.
+            leader = max(answers, key=lambda a: (bool(a.get("instances")), a.get("epoch", 0)), default={})
+            report["instances"] = [
+                {f: row.get(f) for f in INSTANCE_FIELDS} for row in leader.get("instances", [])
+            ]
+            if not answers:
+                report["error"] = "no scheduler answers on NATS"
+    return report
+
+
+def _service(entry: dict[str, Any], run: RunDir, now: float) -> dict[str, Any]:
+    alive = recorded(entry)
+    state = entry["state"]
+    if alive is None and state in ("starting", "up"):
+        state = "dead"
+    http = None
+    if alive is not None:
+        try:
+            http = json.loads(run.ready_file(entry["name"]).read_text()).get("http")
+        except (OSError, ValueError):
+            pass
+    return {
+        "service": entry["service"],
+        "instance": entry["instance"],
+        "rank": entry["rank"],
+        "pid": alive.pid if alive else None,
+        "state": state,
+        "uptime_s": round(now - entry["since"], 1) if alive else 0.0,
+        "restarts": entry["restarts"],
+        "http": http,
+        "log": entry["log"],
+    }
+
+
+async def _ask_schedulers(run: RunDir) -> list[dict[str, Any]]:
+    desk = await connect(run)
+    try:
+        answers = await desk.ask_all(SCHEDULER_STATS)
+    finally:
+        await desk.close()
+    return [data for answer in answers if (data := stats_data(answer)) is not None]
+
+
+def stats_data(answer: bytes) -> dict[str, Any] | None:
+    """Data of a STATS answer of the NATS micro convention: it stands with the endpoint."""
+    try:
+        for endpoint in json.loads(answer).get("endpoints") or []:
+            if isinstance(endpoint.get("data"), dict):
+                return endpoint["data"]
+    except ValueError:
+        pass
+    return None
+
+
+def _print_tables(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"{report['state']}  {report['url'] or ''}  {report['model'] or ''}  {report['run_dir']}",
+        highlight=False,
+    )
+    services = Table("service", "instance", "pid", "state", "uptime", "restarts", "http")
+    for row in report["services"]:
+        uptime = f"{row['uptime_s']:.0f} s" if row["pid"] else ""
+        services.add_row(
+            row["service"],
+            row["instance"],
+            str(row["pid"] or ""),
+            row["state"],
+            uptime,
+            str(row["restarts"]),
+            row["http"] or "",
+        )
+    console.print(services)
+    if report["instances"]:
+        table = Table(*INSTANCE_FIELDS)
+        for row in report["instances"]:
+            table.add_row(*(_cell(row[field]) for field in INSTANCE_FIELDS))
+        console.print(table)
+    if "error" in report:
+        console.print(f"[red]{report['error']}[/red]")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if isinstance(value, float) else str(value)

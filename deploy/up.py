@@ -1,0 +1,283 @@
+"""`hortator up`: one mesh on this machine, supervised from its start to its end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from deploy import credentials as users
+from deploy.down import leftovers, stopped
+from deploy.mesh import Places, stages
+from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_size
+from deploy.processes import end, identify
+from deploy.rundir import RunDir, RunDirError
+from deploy.servers import MissingServer, find_nats, find_redis, free_port, port_taken
+from deploy.supervisor import ChildSpec, StartFailed, Supervisor
+from shared.model.errors import ModelError
+from shared.model.folder import ModelFolder
+from shared.model.resolve import resolve
+
+_READY_TIMEOUT_S = 600.0
+_NEWS_EVERY_S = 10.0
+
+
+def up(options: UpOptions, *, detach: bool) -> int:
+    """Run a mesh until a signal ends it (or, detached, until it is ready). Returns the exit status."""
+    if not hasattr(os, "pidfd_open"):
+        return _fail("starting a mesh needs Linux (pidfd); run the services in containers instead")
+    try:
+        _check(options)
+        model = resolve(options.model)
+        if detach:
+            return _detached(options)
+        return _in_foreground(options, model)
+    except (BadOption, RunDirError, MissingServer, ModelError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(reason: str) -> int:
+    print(f"hortator up: {reason}", file=sys.stderr)
+    return 1
+
+
+def say(line: str) -> None:
+    """A line for the person who started the mesh; nobody may be there any more."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        pass
+
+
+def _check(options: UpOptions) -> None:
+    instance_names(options.instances)
+    parse_size(options.kv_memory)
+    host, port = parse_http(options.http)
+    try:
+        taken = port != 0 and port_taken(host, port)
+    except OSError as error:
+        raise BadOption(
+            f"--http {options.http}: {host} is not an address of this machine ({error.strerror})"
+        ) from None
+    if taken:
+        # Nothing can run twice in one directory either, and that would be the better explanation.
+        RunDir(options.run_dir).refuse_if_claimed()
+        raise BadOption(
+            f"port {port} on {host} is in use: choose another with --http {host}:PORT (port 0: any free one)"
+        )
+    if options.api_key_file is not None and not options.api_key_file.expanduser().is_file():
+        raise BadOption(f"--api-key-file {options.api_key_file}: there is no such file")
+
+
+def _in_foreground(options: UpOptions, model: ModelFolder) -> int:
+    run = RunDir(options.run_dir)
+    run.claim()
+    try:
+        end(leftovers(run, run.read_state()), 5.0)  # of a supervisor that was killed
+        return asyncio.run(_Mesh(options, run, model).live())
+    finally:
+        run.release()
+
+
+class _Mesh:
+    """One life of a mesh: configuration written, processes started, supervised, stopped."""
+
+    def __init__(self, options: UpOptions, run: RunDir, model: ModelFolder) -> None:
+        self._options = options
+        self._run = run
+        host, port = parse_http(options.http)
+        port = port or free_port(host)
+        self._places = Places(
+            nats_program=find_nats(),
+            redis_program=find_redis(),
+            nats_port=free_port(),
+            redis_port=free_port(),
+            model_name=model.name,
+            model_folder=model.path,
+            http=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        )
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        self._url = f"http://{reachable}:{port}"
+        self._open_to_all = host not in ("127.0.0.1", "::1", "localhost") and options.api_key_file is None
+        self._state = "starting"
+        self._error = ""
+        self._started = time.time()
+        self._signals = 0
+
+    async def live(self) -> int:
+        self._supervisor = Supervisor(self._configure(), self._record, say)
+        self._stopping = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        self._record()
+        bring_up = asyncio.ensure_future(self._bring_up())
+        stop = asyncio.ensure_future(self._stopping.wait())
+        failed = False
+        try:
+            await asyncio.wait([bring_up, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not self._stopping.is_set():
+                await bring_up
+                self._supervisor.supervise()
+                self._set_state("ready")
+                self._announce()
+                await stop
+        except StartFailed as failure:
+            failed = True
+            self._error = str(failure)
+            self._explain(failure)
+        finally:
+            bring_up.cancel()
+            stop.cancel()
+            await asyncio.gather(bring_up, stop, return_exceptions=True)
+            say("stopping")
+            self._set_state("stopping")
+            await self._supervisor.stop()
+            self._state = "failed" if failed else "stopped"
+            self._run.write_state(stopped(self._view()) | {"state": self._state})
+            say("stopped")
+        return 1 if failed else 0
+
+    def _configure(self) -> list[list[ChildSpec]]:
+        options, run, places = self._options, self._run, self._places
+        creds = users.generate(instance_names(options.instances))
+        run.write("credentials.json", json.dumps(creds.for_json(), indent=1))
+        run.write("conf/nats.conf", users.nats_config(creds, places.nats_port, f"hortator-{os.getpid()}"))
+        run.write("conf/redis.conf", users.redis_config(creds, places.redis_port, run.conf))
+        groups = stages(options, run, creds, places, os.environ)
+        for spec in (spec for group in groups for spec in group):
+            run.ready_file(spec.name).unlink(missing_ok=True)
+            spec.log.write_text("")
+        return groups
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            say("killing what is left")
+            self._supervisor.kill()
+        self._stopping.set()
+
+    async def _bring_up(self) -> None:
+        say(f"starting {self._places.model_name} ({self._options.instances} instance(s)) in {self._run.path}")
+        await self._supervisor.start()
+        say("all processes are up; waiting for a canary to pass")
+        await self._until_ready()
+
+    async def _until_ready(self) -> None:
+        began = news_at = time.monotonic()
+        while True:
+            self._supervisor.raise_if_dead()
+            status, detail = await _get(self._url, "/ready")
+            now = time.monotonic()
+            if status == 200:
+                return
+            if now - began > _READY_TIMEOUT_S:
+                reason = f"did not become ready within {_READY_TIMEOUT_S:.0f} s: {detail}"
+                raise StartFailed("gateway", reason, self._run.log("gateway"))
+            if now - news_at > _NEWS_EVERY_S:
+                news_at = now
+                say(f"not ready after {now - began:.0f} s: {detail or 'the gateway does not answer yet'}")
+            await asyncio.sleep(0.1)
+
+    def _announce(self) -> None:
+        say(f"ready {self._url} (after {time.time() - self._started:.1f} s)")
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self._options.api_key_file else ""
+        body = {
+            "model": self._places.model_name,
+            "stream": True,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        }
+        say("try it:")
+        address = f"{self._url}/v1/chat/completions"
+        say(f"  curl -N {address}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
+        if self._open_to_all:
+            say("warning: this address is reachable by others and no --api-key-file is set")
+
+    def _explain(self, failure: StartFailed) -> None:
+        say(f"hortator up: {failure.name} {failure.reason}")
+        if failure.last_lines:
+            say(f"the end of {failure.log}:")
+            say("\n".join(f"  {line}" for line in failure.last_lines.splitlines()))
+        else:
+            say(f"its log {failure.log} is empty")
+        say("correct what the log says, or start with --log-level debug to see more")
+
+    def _set_state(self, state: str) -> None:
+        self._state = state
+        self._record()
+
+    def _record(self) -> None:
+        self._run.write_state(self._view())
+
+    def _view(self) -> dict[str, Any]:
+        me = identify(os.getpid())
+        assert me is not None
+        return {
+            "version": 1,
+            "state": self._state,
+            "error": self._error,
+            "supervisor": {"pid": me.pid, "start": me.start},
+            "started": self._started,
+            "url": self._url,
+            "model": self._places.model_name,
+            "model_folder": str(self._places.model_folder),
+            "mock": self._options.mock,
+            "nats_url": self._places.nats_url,
+            "redis_port": self._places.redis_port,
+            "args": self._options.as_args(),
+            "services": [child.view() for child in self._supervisor.children],
+        }
+
+
+async def _get(url: str, path: str) -> tuple[int, str]:
+    """Status and body of a GET; status 0 while nobody answers."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    try:
+        async with asyncio.timeout(5.0):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            finally:
+                writer.close()
+        return int(head.split()[1]), body.decode(errors="replace").strip()[:300]
+    except (OSError, TimeoutError, ValueError, IndexError):
+        return 0, ""
+
+
+def _detached(options: UpOptions) -> int:
+    """Start the supervisor in a session of its own and show what it says until it is ready."""
+    run = RunDir(options.run_dir)
+    run.claim()
+    run.drop_claim()
+    log = run.log("supervisor")
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "deploy.cli", "up", *options.as_args()],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    with log.open("r") as lines:
+        while True:
+            code = process.poll()
+            ready = _is_ready(run, process.pid)
+            sys.stdout.write(lines.read())
+            sys.stdout.flush()
+            if code is not None:
+                return code or 1
+            if ready:
+                print(f"running in the background; stop it with: hortator down --run-dir {run.path}")
+                return 0
+            time.sleep(0.05)
+
+
+def _is_ready(run: RunDir, supervisor: int) -> bool:
+    state = run.read_state()
+    return bool(state and state["state"] == "ready" and (state["supervisor"] or {}).get("pid") == supervisor)
