@@ -1,0 +1,88 @@
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shared.model.cache import ModelCache
+from shared.model.manifest import MANIFEST, differences, read_manifest, write_manifest
+
+
+def filled(folder):
+    (folder / "a.txt").write_text("a")
+    write_manifest(folder, "m", ("n",), "test", "none")
+
+
+def test_whoever_asks_at_once_gets_one_build(tmp_path):
+    builds = []
+
+    def build(folder):
+        builds.append(folder)
+        filled(folder)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: ModelCache(tmp_path).ensure("m", build), range(8)))
+    assert len(builds) == 1
+    assert set(found) == {tmp_path / "models" / "m"}
+
+
+def test_two_processes_build_once_between_them(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from shared.model.cache import ModelCache\n"
+        "from shared.model.manifest import write_manifest\n"
+        "root = Path(sys.argv[1])\n"
+        "def build(folder):\n"
+        "    with (root / 'builds').open('a') as log: log.write('x')\n"
+        "    write_manifest(folder, 'm', (), 'test', '')\n"
+        "ModelCache(root).ensure('m', build)\n"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(3)]
+    assert [p.wait(60) for p in processes] == [0, 0, 0]
+    assert (tmp_path / "builds").read_text() == "x"
+
+
+def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path):
+    cache = ModelCache(tmp_path)
+
+    def broken(folder):
+        (folder / "half").write_text("x")
+        raise RuntimeError("cable out")
+
+    with pytest.raises(RuntimeError, match="cable out"):
+        cache.ensure("m", broken)
+    assert cache.names() == []
+    assert [p.name for p in cache.models.iterdir()] == [".m.lock"]
+    assert cache.ensure("m", filled).is_dir()
+
+
+def test_what_a_killed_build_left_is_swept_by_the_next_one(tmp_path):
+    cache = ModelCache(tmp_path)
+    left = cache.models / ".m.build-dead"
+    left.mkdir(parents=True)
+    cache.ensure("m", filled)
+    assert not left.exists()
+
+
+def test_verification_names_changed_cut_and_missing_files(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_text("content")
+    manifest = write_manifest(tmp_path, "m", (), "test", "")
+    assert list(differences(tmp_path, manifest)) == []
+    (tmp_path / "a").write_text("CONTENT")
+    (tmp_path / "b").write_text("cut")
+    (tmp_path / "c").unlink()
+    found = list(differences(tmp_path, read_manifest(tmp_path)))
+    assert [f.split()[0] for f in found] == ["a", "b", "c"]
+    assert MANIFEST not in manifest.files
+
+
+def test_a_file_is_hashed_again_only_when_it_changed(tmp_path):
+    cache, file = ModelCache(tmp_path / "cache"), tmp_path / "x.gguf"
+    file.write_bytes(b"one")
+    first = cache.content_hash(file)
+    (note,) = (tmp_path / "cache" / "hashes").iterdir()
+    note.write_text(note.read_text().replace(first, "remembered"))
+    assert cache.content_hash(file) == "remembered"
+    file.write_bytes(b"three")
+    assert cache.content_hash(file) not in (first, "remembered")
