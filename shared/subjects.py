@@ -66,7 +66,9 @@ class Subject:
         """The subject for these tokens. Raises ValueError for anything that is not a plain token."""
         for name, token in tokens.items():
             if not _TOKEN.match(token):
-                raise ValueError(f"{name}={token!r} cannot be part of a subject: use [A-Za-z0-9_-], 1 to 64 characters")
+                raise ValueError(
+                    f"{name}={token!r} cannot be part of a subject: use [A-Za-z0-9_-], 1 to 64 characters"
+                )
         return Address(self.template.format(**tokens), self.codec)
 
     def every(self) -> Address:
@@ -79,6 +81,11 @@ def subject_token(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", name)[:64] or "-"
 
 
+def service_status(service: str, instance: str) -> str:
+    """Endpoint of a service in the NATS micro convention (`$SRV.INFO`); answers its stats data as JSON."""
+    return f"hortator.v1.service.{subject_token(service)}.{subject_token(instance)}"
+
+
 SUBMIT = Subject("hortator.v1.submit.{model}", Submit, Delivery.LEADER)
 CANCEL = Subject("hortator.v1.cancel.{model}", Cancel, Delivery.LEADER)
 TOKENS = Subject("hortator.v1.tokens.{client}", Tokens, Delivery.CLIENT)
@@ -86,12 +93,12 @@ ACK = Subject("hortator.v1.ack.{client}", Ack, Delivery.LEADER)
 STEP = Subject("hortator.v1.step.{instance}", Step, Delivery.RANK_ZERO)
 DONE = Subject("hortator.v1.done.{instance}", Done, Delivery.SCHEDULER)
 RESYNC = Subject("hortator.v1.resync.{instance}", FromInstance, Delivery.SCHEDULER)
-INSTANCE = Subject("hortator.v1.instance.{instance}.{verb}", ToInstance, Delivery.RANK_ZERO, reply=Claimed | Beat)
+INSTANCE = Subject(
+    "hortator.v1.instance.{instance}.{verb}", ToInstance, Delivery.RANK_ZERO, reply=Claimed | Beat
+)
 KV_EVENTS = Subject("hortator.v1.kv.events.{instance}", KvEvents, Delivery.QUEUE)
 KV_RESTATE = Subject("hortator.v1.kv.restate.{instance}", Restate, Delivery.RANK_ZERO)
 BEACON = Subject("hortator.v1.scheduler.beacon", Beacon, Delivery.ALL)
 
-TABLE = {
-    name: row for name, row in list(globals().items()) if isinstance(row, Subject)
-}
+TABLE = {name: row for name, row in list(globals().items()) if isinstance(row, Subject)}
 """Every subject by its name: documentation, permissions and `hortator tap` are made from it."""

@@ -1,0 +1,235 @@
+"""The bus on a NATS server. The only module of the project that knows nats-py.
+
+What the options are for (each checked by experiment): short pings so that a dead broker is noticed in
+about 5 s; no client-side buffer, because a frame flushed after a reconnect is a stale frame; unlimited
+reconnects, and therefore a time-out of our own for the first connect, where a wrong password would otherwise
+hang for ever; an inbox prefix per user, because a permission for `_INBOX.>` would let one service read
+another's answers.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import nats.errors
+import nats.micro
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as ClientSubscription
+
+from shared.bus.intake import Counters, intake
+from shared.bus.port import BusDown, Handler, NoAnswer, PayloadTooLarge, Responder
+from shared.subjects import Address, service_status
+from shared.wire import BadFrame, Codec, Wire, encode
+
+log = structlog.get_logger()
+
+PING_INTERVAL_S = 2
+MAX_OUTSTANDING_PINGS = 2
+RECONNECT_WAIT_S = 0.25
+FLUSH_TIMEOUT_S = 2
+
+_DISCONNECTED = (
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionDrainingError,
+    nats.errors.ConnectionReconnectingError,
+)
+
+
+class NatsSubscription:
+    def __init__(self, inner: ClientSubscription) -> None:
+        self._inner = inner
+
+    async def unsubscribe(self) -> None:
+        """Idempotent; frames not yet handed on are discarded."""
+        with suppress(nats.errors.Error):
+            await self._inner.unsubscribe()
+
+
+class NatsBus:
+    """`Bus` on one NATS connection. Make it with `NatsBus.connect`."""
+
+    def __init__(self) -> None:
+        self._client = Client()
+        self._listeners: list[Callable[[bool], None]] = []
+        self._last_error: Exception | None = None
+        self._closing = False
+        self.counters = Counters()
+        self.lost = asyncio.Event()
+        """Set when the connection ended for good (the broker refused us): only a new process helps."""
+
+    @classmethod
+    async def connect(
+        cls, url: str, *, name: str = "", user: str = "", password: str = "", timeout_s: float = 10.0
+    ) -> "NatsBus":
+        """Raises `BusDown` when there is no session within `timeout_s`, naming the last reason."""
+        bus = cls()
+        options: dict[str, Any] = {"user": user, "password": password} if user else {}
+        if user:
+            options["inbox_prefix"] = f"_INBOX.{user}".encode()
+        attempt = bus._client.connect(
+            url,
+            name=name or None,
+            error_cb=bus._on_error,
+            disconnected_cb=bus._on_disconnected,
+            reconnected_cb=bus._on_reconnected,
+            closed_cb=bus._on_closed,
+            connect_timeout=2,
+            ping_interval=PING_INTERVAL_S,
+            max_outstanding_pings=MAX_OUTSTANDING_PINGS,
+            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]
+            max_reconnect_attempts=-1,
+            pending_size=0,
+            **options,
+        )
+        try:
+            await asyncio.wait_for(attempt, timeout_s)
+        except (TimeoutError, nats.errors.Error, OSError) as error:
+            bus._closing = True
+            with suppress(Exception):
+                await bus._client.close()
+            reason = bus._last_error or error
+            hint = "check HORTATOR_NATS_URL, _USER and _PASSWORD, and that nats-server runs there"
+            raise BusDown(f"no session with NATS at {url} within {timeout_s} s: {reason!r}; {hint}") from None
+        return bus
+
+    @property
+    def connected(self) -> bool:
+        return self._client.is_connected
+
+    async def publish(self, to: Address, message: Wire) -> None:
+        await self._send(to.subject, encode(message))
+
+    async def subscribe(self, to: Address, handler: Handler, *, queue: str = "") -> NatsSubscription:
+        deliver = intake(to.codec, handler, self.counters)
+
+        async def on_message(message: Msg) -> None:
+            await deliver(message.subject, message.data)
+
+        return await self._subscribe(to.subject, queue, on_message)
+
+    async def respond(self, to: Address, responder: Responder, *, queue: str = "") -> NatsSubscription:
+        async def on_message(message: Msg) -> None:
+            async def answer(request: Any) -> None:
+                answered = await responder(request)
+                if answered is not None and message.reply:
+                    await self._send(message.reply, encode(answered))
+
+            await intake(to.codec, answer, self.counters)(message.subject, message.data)
+
+        return await self._subscribe(to.subject, queue, on_message)
+
+    async def request(self, to: Address, message: Wire, *, reply: Codec, timeout_s: float) -> Any:
+        payload = encode(message)
+        try:
+            answer = await self._client.request(to.subject, payload, timeout=timeout_s)
+            return reply.decode(answer.data)
+        except nats.errors.NoRespondersError:
+            raise NoAnswer(f"nobody answers on {to.subject}") from None
+        except _DISCONNECTED:
+            raise BusDown("disconnected from NATS") from None
+        except nats.errors.MaxPayloadError:
+            raise PayloadTooLarge(len(payload), self._client.max_payload) from None
+        except TimeoutError:
+            raise NoAnswer(f"no answer on {to.subject} within {timeout_s} s") from None
+        except BadFrame as error:
+            self.counters.note("bad_frame", to.subject, reason=str(error))
+            raise NoAnswer(f"the answer on {to.subject} is {error}") from None
+
+    def on_state(self, listener: Callable[[bool], None]) -> None:
+        self._listeners.append(listener)
+
+    async def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        if self._client.is_connected:
+            with suppress(Exception):
+                await self._client.flush(timeout=FLUSH_TIMEOUT_S)
+        await self._client.close()
+
+    async def announce(
+        self, service: str, instance: str, version: str, stats: Callable[[], dict[str, Any]]
+    ) -> nats.micro.Service:
+        """Answer `$SRV.PING/INFO/STATS`; `stats()` appears as `endpoints[0].data`. Stop it with `.stop()`.
+
+        The convention carries data per endpoint only, hence the endpoint `status`; it answers the same JSON.
+        """
+
+        def data(_: Any = None) -> dict[str, Any]:
+            try:
+                return stats()
+            except Exception as error:
+                self.counters.note("handler_error", "$SRV.STATS", exc_info=error)
+                return {"error": str(error)}
+
+        async def status(request: nats.micro.request.Request) -> None:
+            await request.respond(json.dumps(data(), default=str).encode())
+
+        announced = await nats.micro.add_service(
+            self._client,
+            name=service,
+            version=version,
+            metadata={"instance": instance},
+            stats_handler=data,
+        )
+        await announced.add_endpoint(name="status", subject=service_status(service, instance), handler=status)
+        return announced
+
+    async def _send(self, subject: str, payload: bytes) -> None:
+        try:
+            await self._client.publish(subject, payload)
+        except _DISCONNECTED:
+            raise BusDown("disconnected from NATS") from None
+        except nats.errors.MaxPayloadError:
+            raise PayloadTooLarge(len(payload), self._client.max_payload) from None
+
+    async def _subscribe(self, subject: str, queue: str, callback: Any) -> NatsSubscription:
+        try:
+            inner = await self._client.subscribe(subject, queue, cb=callback)
+        except _DISCONNECTED:
+            raise BusDown("the connection to NATS is closed") from None
+        if self._client.is_connected:
+            # A round trip, so that the broker knows of it (or has denied it, loudly) when we return.
+            with suppress(TimeoutError, nats.errors.Error):
+                await self._client.flush(timeout=FLUSH_TIMEOUT_S)
+        return NatsSubscription(inner)
+
+    async def _on_error(self, error: Exception) -> None:
+        # Wrong credentials and denied subjects arrive only here; the call itself succeeds.
+        self._last_error = error
+        text = str(error)
+        if "permissions violation" in text.lower():
+            self.counters.note("denied", text)
+        elif isinstance(error, nats.errors.SlowConsumerError):
+            self.counters.note("slow_consumer", error.subject)
+        elif not self._closing:
+            self.counters.note("error", type(error).__name__, error=text)
+
+    async def _on_disconnected(self) -> None:
+        # What was accepted but not written must not be flushed after the reconnect: it is stale by then.
+        self._client._pending.clear()
+        self._client._pending_data_size = 0
+        if not self._closing:
+            log.warning("disconnected from NATS")
+            self._tell(False)
+
+    async def _on_reconnected(self) -> None:
+        log.info("connected to NATS again")
+        self._tell(True)
+
+    async def _on_closed(self) -> None:
+        if not self._closing:
+            log.error(
+                "NATS ended the session for good", reason=repr(self._client.last_error or self._last_error)
+            )
+            self._tell(False)
+            self.lost.set()
+
+    def _tell(self, connected: bool) -> None:
+        for listener in self._listeners:
+            listener(connected)

@@ -1,0 +1,118 @@
+"""One frozen settings class per process, read once from `HORTATOR_<FIELD>` variables; unknown keys raise."""
+
+import dataclasses
+import difflib
+import os
+import secrets
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+PREFIX = "HORTATOR_"
+
+S = TypeVar("S", bound="ServiceSettings")
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+
+
+class SettingsError(ValueError):
+    """A setting that is unknown or cannot be read; the message names the variable and what would be valid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings:
+    """What every service can be told. Subclasses add their own fields, units in names."""
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    """HORTATOR_NATS_URL: where the broker is."""
+    nats_user: str = ""
+    """Empty: no authentication. Answers then come to `_INBOX.>`, else to `_INBOX.<user>.>`."""
+    nats_password: str = dataclasses.field(default="", repr=False)
+    redis_url: str = dataclasses.field(default="redis://127.0.0.1:6379/0", repr=False)
+    """May hold user:password. Empty: work without Redis (no reuse across instances)."""
+    http: str = "127.0.0.1:0"
+    """HOST:PORT of health and metrics; port 0: any free port, written to `ready_file`."""
+    model: str = "smollm2-135m-instruct"
+    """Name of the model served; part of subjects and Redis keys."""
+    instance: str = ""
+    """Name of this process in subjects, logs and metrics, e.g. `w0`; empty: drawn at random."""
+    log_level: str = "info"
+    """debug, info, warning or error."""
+    ready_file: str = ""
+    """Written atomically with {"http": "host:port", "pid": n} once the service listens; empty: none."""
+    parent_pid: int = 0
+    """Die with this process, which must be our parent; 0: nobody's child."""
+    stop_grace_s: float = 15.0
+    """After SIGTERM the service may finish its work this long; then it is cancelled."""
+
+
+def load(cls: type[S], env: Mapping[str, str] = os.environ) -> S:
+    """Read `cls` from `env`. Raises `SettingsError` for unknown `HORTATOR_*` keys and unreadable values."""
+    hints = typing.get_type_hints(cls)
+    names = {PREFIX + field.name.upper(): field.name for field in dataclasses.fields(cls) if field.init}
+    values: dict[str, Any] = {}
+    for key, text in env.items():
+        if not key.startswith(PREFIX):
+            continue
+        if key not in names:
+            raise SettingsError(_unknown(key, list(names)))
+        values[names[key]] = _convert(key, text, hints[names[key]])
+    if not values.get("instance"):
+        values["instance"] = f"{_service_word(cls)}-{secrets.token_hex(4)}"
+    return cls(**values)
+
+
+def as_env(settings: ServiceSettings) -> dict[str, str]:
+    """The variables from which `load` makes these settings again; defaults are left out."""
+    return {
+        PREFIX + field.name.upper(): _text(getattr(settings, field.name))
+        for field in dataclasses.fields(settings)
+        if getattr(settings, field.name) != field.default
+    }
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return ("1" if value else "0") if isinstance(value, bool) else str(value)
+
+
+def _service_word(cls: type) -> str:
+    return cls.__name__.removesuffix("Settings").lower() or "service"
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=3) or sorted(known)
+    return f"unknown setting {key}; did you mean {', '.join(near)}? Unset it or correct its name"
+
+
+def _convert(key: str, text: str, type_: Any) -> Any:
+    args = typing.get_args(type_)
+    if isinstance(type_, types.UnionType) and type(None) in args:
+        (inner,) = (arg for arg in args if arg is not type(None))
+        return None if text == "" else _convert(key, text, inner)
+    if typing.get_origin(type_) is typing.Literal:
+        if text in args:
+            return text
+        raise SettingsError(f"{key}={text!r} is not one of {', '.join(map(str, args))}")
+    try:
+        if type_ is bool:
+            return _boolean(text)
+        if type_ in (str, int, float, Path):
+            return type_(text)
+    except ValueError:
+        raise SettingsError(f"{key}={text!r} cannot be read as {type_.__name__}") from None
+    raise SettingsError(f"{key}: settings of type {type_!r} are not supported")
+
+
+def _boolean(text: str) -> bool:
+    word = text.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError(text)
