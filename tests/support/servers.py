@@ -1,7 +1,7 @@
 """Real servers for tests, on free ports of loopback.
 
-`nats_server` and `redis_server` are bare ones that a test can stop, start again and freeze; `secured_servers` is
-the pair as `hortator up` configures it.
+`nats_server` and `redis_server` are bare ones that a test can stop, start again and freeze; `secured_servers`
+is the pair as `hortator up` configures it.
 """
 
 import os
