@@ -1,0 +1,157 @@
+"""Options of `hortator up`, the settings they become, and the command line around them."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import credentials as users
+from deploy.mesh import Places, stages
+from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_size
+from deploy.rundir import RunDir
+from deploy.setup_torch import cuda_packages
+from deploy.tap import decode
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 512 << 20), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("300mb", 300_000_000), ("77", 77)],
+)
+def test_sizes_are_read_with_their_units(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "12 parsecs", "-1MiB", "1e3MiB"])
+def test_what_is_no_size_is_refused_with_an_example(text):
+    with pytest.raises(BadOption, match="512MiB"):
+        parse_size(text)
+
+
+def test_addresses_are_read_and_bad_ones_refused():
+    assert parse_http("127.0.0.1:8000") == ("127.0.0.1", 8000)
+    assert parse_http("[::1]:0") == ("::1", 0)
+    for text in ("8000", ":8000", "localhost", "localhost:70000", "localhost:http"):
+        with pytest.raises(BadOption, match="HOST:PORT"):
+            parse_http(text)
+
+
+def test_options_survive_the_way_through_a_command_line(tmp_path):
+    options = UpOptions(run_dir=tmp_path, instances=3, mock=True, policy="static", kv_memory="64MiB")
+    args = options.as_args()
+    assert "--mock" in args
+    assert args[args.index("--instances") + 1] == "3"
+    assert args[args.index("--policy") + 1] == "static"
+    assert "--api-key-file" not in args
+    assert "--threads" not in args
+
+
+def _specs(tmp_path: Path, options: UpOptions):
+    places = Places("nats-server", "redis-server", 1, 2, "m", Path("/models/m"), "127.0.0.1:8000")
+    creds = users.generate(instance_names(options.instances))
+    environ = {"PATH": "/bin", "HORTATOR_NATS_URL": "nats://elsewhere"}
+    groups = stages(options, RunDir(tmp_path), creds, places, environ)
+    return creds, [spec for group in groups for spec in group]
+
+
+def test_each_process_gets_its_own_user_and_nobody_elses_password(tmp_path):
+    creds, specs = _specs(tmp_path, UpOptions(run_dir=tmp_path, instances=2))
+    passwords = {name: user.password for name, user in creds.nats.items()} | {
+        f"redis {name}": password for name, password in creds.redis.items()
+    }
+    for spec in specs:
+        text = "\n".join(spec.env.values())
+        held = {name for name, password in passwords.items() if password in text}
+        user = f"worker-{spec.name}" if spec.service == "worker" else spec.name
+        allowed = {"nats": set(), "redis": set()}.get(spec.name, {user, f"redis {user}"})
+        assert held <= allowed, spec.name
+        assert not any(password in " ".join(spec.argv) for password in passwords.values())
+        assert "nats://elsewhere" not in text
+
+
+def test_every_process_carries_the_mark_by_which_down_finds_it(tmp_path):
+    _, specs = _specs(tmp_path, UpOptions(run_dir=tmp_path))
+    for spec in specs:
+        assert spec.env["HORTATOR_READY_FILE"] == str(tmp_path / "ready" / f"{spec.name}.json")
+
+
+@pytest.mark.parametrize("service", ["gateway", "scheduler", "worker", "kvstore"])
+def test_the_settings_of_every_service_are_ones_it_knows(tmp_path, service):
+    from shared.runtime.settings import load
+
+    options = UpOptions(
+        run_dir=tmp_path,
+        kv_dtype="float32",
+        max_slots=8,
+        mock=True,
+        api_key_file=tmp_path / "keys",
+        threads=1,
+    )
+    _, specs = _specs(tmp_path, options)
+    spec = next(s for s in specs if s.service == service)
+    module = importlib.import_module(f"services.{service}.settings")
+    load(getattr(module, f"{service.capitalize()}Settings"), spec.env)
+
+
+def test_running_a_service_imports_no_command_line_library():
+    code = """
+import sys
+for name in ("typer", "rich", "psutil"):
+    sys.modules[name] = None
+sys.argv = ["hortator", "gateway", "unexpected"]
+import deploy.cli
+deploy.cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "takes no arguments" in done.stderr, done.stderr
+
+
+def test_a_missing_extra_is_named_with_the_command_that_brings_it():
+    code = """
+import sys
+sys.modules["typer"] = None
+sys.argv = ["hortator", "up"]
+import deploy.cli
+deploy.cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'hortator[local]'" in done.stderr
+
+
+def test_help_is_quick_because_it_imports_no_heavy_library():
+    code = """
+import sys
+sys.argv = ["hortator", "--help"]
+import deploy.cli
+try:
+    deploy.cli.main()
+except SystemExit:
+    pass
+heavy = {"torch", "numpy", "nats", "fastapi", "matplotlib", "transformers", "tokenizers"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_cuda_packages_are_recognised_in_a_report_of_pip():
+    def report(*names: str) -> dict:
+        return {"install": [{"metadata": {"name": name, "version": "1"}} for name in names]}
+
+    assert cuda_packages(report("torch", "filelock", "sympy")) == []
+    assert cuda_packages(report("torch", "nvidia-cublas-cu12", "triton")) == ["nvidia-cublas-cu12", "triton"]
+    assert cuda_packages(report("torch", "cuda-bindings")) == ["cuda-bindings"]
+
+
+def test_tap_shows_frames_of_any_content():
+    import msgpack
+
+    assert decode(msgpack.packb({"kind": "done", "hash": b"\x01\xff", "rows": [[1, 2.5, None]]})) == {
+        "kind": "done",
+        "hash": "01ff",
+        "rows": [[1, 2.5, None]],
+    }
+    assert decode(b'{"name": "x"}') == {"name": "x"}
+    assert decode(b"\xc1\xff text") == "\ufffd\ufffd text"
+    assert decode(b"") == ""
