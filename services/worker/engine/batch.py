@@ -1,0 +1,91 @@
+"""The ragged batch of one step: tokens of all rows side by side, nothing padded. Pure numpy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.worker.step import I32, SlotArrays, StepInput
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """T tokens of R rows, row after row. Row r owns tokens [row_start[r], row_start[r + 1])."""
+
+    tokens: I32
+    """[T] token ids."""
+    positions: I32
+    """[T] position of each token in its sequence."""
+    row_start: I32
+    """[R + 1] first token of each row, then T."""
+    kv_len: I32
+    """[R] tokens in the KV of the row once this step has written its own."""
+    block_table: I32
+    """[R, blocks of the longest row] physical blocks."""
+    write_block: I32
+    """[T] physical block each token's KV goes to."""
+    write_offset: I32
+    """[T] its place in that block."""
+    logit_tokens: I32
+    """[L] tokens whose logits are wanted, ascending."""
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def rows(self) -> int:
+        return len(self.kv_len)
+
+
+def build_batch(step: StepInput, slots: SlotArrays, block_tokens: int) -> RaggedBatch:
+    """Lay the rows of `step` out as one ragged batch.
+
+    Logits are wanted of every row's last token if it samples, and of all tokens of a row whose sampling asks
+    for prompt logprobs as long as they predict prompt tokens.
+    """
+    counts = step.counts
+    row_start = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=row_start[1:])
+    total = int(row_start[-1])
+    row_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    positions = np.arange(total, dtype=np.int32) - (row_start[:-1] - step.starts)[row_of]
+    slot_of = step.slots[row_of]
+    kv_len = (step.starts + counts).astype(np.int32)
+    logical = positions // block_tokens
+    width = int(-(-int(kv_len.max(initial=1)) // block_tokens))
+    table = np.ascontiguousarray(slots.block_table[step.slots, :width], dtype=np.int32)
+    used = np.arange(width) < -(-kv_len[:, None] // block_tokens)
+    unbacked = ((table < 0) & used).any(axis=1)
+    if unbacked.any():
+        row = int(unbacked.argmax())
+        held = int((table[row] >= 0).sum())
+        raise ValueError(f"slot {step.slots[row]}: {kv_len[row]} tokens of KV, but only {held} blocks")
+    wanted = np.zeros(total, np.bool_)
+    wanted[row_start[1:][step.samples] - 1] = True
+    for row in range(len(counts)):
+        first, stop = prompt_logprob_span(step, slots, row)
+        if stop > first:
+            wanted[row_start[row] : row_start[row] + (stop - first)] = True
+    return RaggedBatch(
+        tokens=slots.tokens[slot_of, positions].astype(np.int32),
+        positions=positions.astype(np.int32),
+        row_start=row_start,
+        kv_len=kv_len,
+        block_table=table,
+        write_block=slots.block_table[slot_of, logical].astype(np.int32),
+        write_offset=(positions - logical * block_tokens).astype(np.int32),
+        logit_tokens=np.flatnonzero(wanted).astype(np.int32),
+    )
+
+
+def prompt_logprob_span(step: StepInput, slots: SlotArrays, row: int) -> tuple[int, int]:
+    """Prompt positions [first, stop) predicted by the tokens row `row` computes; empty if not asked for.
+
+    The token at position p predicts p + 1, so the row's token i predicts first + i.
+    """
+    slot, start = int(step.slots[row]), int(step.starts[row])
+    sampling = slots.sampling[slot]
+    if sampling is None or sampling.prompt_logprobs is None:
+        return 0, 0
+    stop = min(start + int(step.counts[row]) + 1, int(slots.prompt_len[slot]))
+    return (start + 1, stop) if stop > start + 1 else (0, 0)

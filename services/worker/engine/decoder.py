@@ -1,0 +1,171 @@
+"""The forward pass in plain torch: the reference every faster path is tested against, and the fallback."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.config import ModelConfig
+from services.worker.engine.device import Device, Linear
+from services.worker.engine.kvcache import KvCache
+from services.worker.engine.rope import rope_tables
+from services.worker.engine.weights import LayerWeights, ModelFolder
+
+
+class Decoder(Protocol):
+    """Computes a ragged batch, writing the KV of its tokens into the cache."""
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """Logits [len(batch.logit_tokens), vocab], float32."""
+        ...
+
+    def detail(self) -> dict[str, str]:
+        """For people: which kernels were chosen and why."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class TorchDecoder:
+    """`Decoder` on any torch device."""
+
+    def __init__(self, folder: ModelFolder, device: Device, kv: KvCache) -> None:
+        self.config = folder.config
+        self._device = device
+        self._kv = kv
+        embed = folder.tensor("model.embed_tokens.weight")
+        head = embed if self.config.tied else folder.tensor("lm_head.weight")
+        self._embed = device.tensor(embed)
+        self._head = device.linear(head, None)
+        self._norm = device.tensor(folder.tensor("model.norm.weight"))
+        self._layers = [self._load(layer) for layer in folder.layers()]
+        cos, sin = rope_tables(self.config)
+        self._cos, self._sin = device.tensor(cos), device.tensor(sin)
+
+    def detail(self) -> dict[str, str]:
+        return {"kernels": "torch"}
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        c, d = self.config, self._device
+        positions = d.index(batch.positions)
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        write = d.index(batch.write_block), d.index(batch.write_offset)
+        attend = self._attention(batch)
+        x = self._embed[d.index(batch.tokens)]
+        for i, layer in enumerate(self._layers):
+            qkv = layer.qkv(rms_norm(x, layer.input_norm, c.norm_eps))
+            q, k, v = qkv.split((c.q_size, c.kv_size, c.kv_size), dim=-1)
+            q = q.view(-1, c.heads, c.head_dim)
+            k = k.view(-1, c.kv_heads, c.head_dim)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            self._kv.data[write[0], i, 0, :, write[1]] = k.to(self._kv.data.dtype)
+            self._kv.data[write[0], i, 1, :, write[1]] = v.view(k.shape).to(self._kv.data.dtype)
+            x = x + layer.out(attend(i, q).reshape(-1, c.q_size))
+            gate, up = layer.gate_up(rms_norm(x, layer.post_norm, c.norm_eps)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
+        return self._head(rms_norm(x[d.index(batch.logit_tokens)], self._norm, c.norm_eps))
+
+    def _load(self, w: LayerWeights) -> _Layer:
+        d = self._device
+        return _Layer(
+            input_norm=d.tensor(w.input_norm),
+            qkv=d.linear(w.qkv, w.qkv_bias),
+            q_norm=None if w.q_norm is None else d.tensor(w.q_norm),
+            k_norm=None if w.k_norm is None else d.tensor(w.k_norm),
+            out=d.linear(w.out, w.out_bias),
+            post_norm=d.tensor(w.post_norm),
+            gate_up=d.linear(w.gate_up, None),
+            down=d.linear(w.down, None),
+        )
+
+    def _attention(self, batch: RaggedBatch) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """(layer, q [T, heads, head_dim]) → [T, heads, head_dim], for this batch.
+
+        Rows of one token are done together, padded to the longest; every other row by itself.
+        """
+        counts = batch.row_start[1:] - batch.row_start[:-1]
+        single = [r for r in range(batch.rows) if counts[r] == 1]
+        parts = [self._group(batch, single, 1)] if single else []
+        parts += [self._group(batch, [r], int(counts[r])) for r in range(batch.rows) if counts[r] > 1]
+
+        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
+            result = torch.empty_like(q)
+            for part in parts:
+                result[part.tokens] = part.attend(layer, q)
+            return result
+
+        return attend
+
+    def _group(self, batch: RaggedBatch, rows: list[int], count: int) -> "_AttentionGroup":
+        return _AttentionGroup(self.config, self._device, self._kv, batch, rows, count)
+
+
+class _AttentionGroup:
+    """Attention of rows with equally many new tokens over their paged prefix and themselves."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        kv: KvCache,
+        batch: RaggedBatch,
+        rows: list[int],
+        count: int,
+    ) -> None:
+        self._config, self._kv, self._count = config, kv, count
+        lengths = batch.kv_len[rows]
+        width = -(-int(lengths.max()) // kv.block_tokens)
+        self.tokens = device.index(batch.row_start[rows]).repeat_interleave(count)
+        self.tokens += torch.arange(count, device=device.torch).repeat(len(rows))
+        # Index into kv.rows of (row, head, block) at layer 0, k. Tables are -1 behind a row's end: block 0 is
+        # read there and masked.
+        blocks = device.index(batch.block_table[rows, :width].clip(min=0))
+        heads = torch.arange(config.kv_heads, device=device.torch)
+        per_layer = 2 * config.kv_heads
+        index = blocks[:, None, :] * (config.layers * per_layer) + heads[None, :, None]
+        self._index = index.reshape(-1)
+        self._shape = (len(rows), config.kv_heads, width * kv.block_tokens, config.head_dim)
+        last = device.index(lengths)[:, None] - count + torch.arange(count, device=device.torch)
+        visible = torch.arange(self._shape[2], device=device.torch) <= last[..., None]
+        # [rows, 1, group × count, length]: query heads of one KV head stand side by side as queries.
+        self._mask = visible[:, None].repeat(1, 1, config.group, 1)
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        c, n = self._config, self._shape[0]
+        base = self._index + layer * 2 * c.kv_heads
+        keys = self._kv.rows.index_select(0, base).view(self._shape).float()
+        values = self._kv.rows.index_select(0, base + c.kv_heads).view(self._shape).float()
+        queries = q[self.tokens].view(n, self._count, c.kv_heads, c.group, c.head_dim)
+        queries = queries.permute(0, 2, 3, 1, 4).reshape(n, c.kv_heads, c.group * self._count, c.head_dim)
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=self._mask, scale=1 / math.sqrt(c.head_dim)
+        )
+        out = out.view(n, c.kv_heads, c.group, self._count, c.head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(n * self._count, c.heads, c.head_dim)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) · weight over the last dimension, float32."""
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [tokens, heads, head_dim]; cos and sin are [tokens, 1, head_dim / 2]."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

@@ -1,0 +1,57 @@
+"""Paged KV memory of one rank: blocks of consecutive tokens, all layers of a block contiguous (design §6)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.engine.config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_DTYPE_BYTES = {"float32": 4, "float16": 2}
+
+
+@dataclass(frozen=True)
+class KvPlan:
+    """How many blocks fit a byte budget, and what one costs."""
+
+    block_tokens: int
+    block_bytes: int
+    blocks: int
+
+
+def plan_kv(config: ModelConfig, kv_dtype: str, kv_bytes: int, block_tokens: int) -> KvPlan:
+    """Blocks that fit into `kv_bytes`. Raises ValueError, showing the arithmetic, when not one does."""
+    if kv_dtype not in DTYPES:
+        raise ValueError(f"--kv-dtype {kv_dtype}: choose one of {', '.join(DTYPES)}")
+    token_bytes = 2 * config.layers * config.kv_size * _DTYPE_BYTES[kv_dtype]
+    block_bytes = token_bytes * block_tokens
+    blocks = kv_bytes // block_bytes
+    if blocks < 1:
+        raise ValueError(
+            f"KV memory of {kv_bytes} bytes holds no block: a block of {block_tokens} tokens takes 2 × "
+            f"{config.layers} layers × {config.kv_size} × {_DTYPE_BYTES[kv_dtype]} bytes × {block_tokens} = "
+            f"{block_bytes} bytes; raise --kv-memory"
+        )
+    return KvPlan(block_tokens, block_bytes, blocks)
+
+
+class KvCache:
+    """One tensor [block, layer, 2 (k, v), kv_head, token, head_dim].
+
+    Zeroed: a page costs nothing until it is written, and what is masked in attention is never NaN.
+    """
+
+    def __init__(self, config: ModelConfig, plan: KvPlan, kv_dtype: str, device: torch.device) -> None:
+        self.block_tokens = plan.block_tokens
+        self.blocks = plan.blocks
+        self.data = torch.zeros(
+            (plan.blocks, config.layers, 2, config.kv_heads, plan.block_tokens, config.head_dim),
+            dtype=DTYPES[kv_dtype],
+            device=device,
+        )
+        # [block × layer × 2 × kv_head, token × head_dim]: the view that gathers whole heads.
+        self.rows = self.data.view(-1, plan.block_tokens * config.head_dim)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a whole block, all layers (copy on write)."""
+        self.data[target].copy_(self.data[source])
