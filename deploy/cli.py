@@ -81,7 +81,7 @@ def _build() -> "typer.Typer":
         instances: Annotated[int, typer.Option(min=1, max=64, help="Model replicas.")] = 1,
         dtype: Annotated[Literal["float32", "float16"], typer.Option(help="Weights in memory.")] = "float16",
         kv_dtype: Annotated[
-            Literal["", "float32", "float16", "bfloat16"],
+            Literal["", "float32", "float16"],
             typer.Option(help="KV cache; empty: as the worker chooses."),
         ] = "",
         kv_memory: Annotated[str, typer.Option(help="Memory for KV of each instance.")] = "512MiB",

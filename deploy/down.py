@@ -41,7 +41,7 @@ def down(path: Path, grace_s: float) -> int:
     except RunDirError as error:
         print(f"hortator down: {error}", file=sys.stderr)
         return 1
-    if state is not None and state.get("state") != "stopped":
+    if state is not None and state.get("state") not in ("stopped", "failed"):
         run.write_state(stopped(state))
     run.release()
     print(f"stopped in {time.monotonic() - began:.1f} s" if ended else f"nothing runs in {run.path}")
