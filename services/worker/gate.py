@@ -38,7 +38,8 @@ class Leadership:
         return self.epoch > other.epoch or (self.epoch == other.epoch and self.owner < other.owner)
 
 
-NOBODY = Leadership(-1, "")
+NOBODY = Leadership(0, "")
+"""Before anything was heard: schedulers begin with epoch 1."""
 
 
 class Gate:

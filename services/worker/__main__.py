@@ -1,0 +1,46 @@
+"""`python -m services.worker`: one instance of a model on this machine, from environment settings."""
+
+import asyncio
+import time
+from importlib.metadata import version
+
+from services.worker.executors import make_runner
+from services.worker.service import Identity, WorkerService
+from services.worker.settings import WorkerSettings
+from shared.runtime.service import ServiceContext, run
+from shared.runtime.settings import load
+
+HEALTH_EVERY_S = 0.5
+
+
+async def serve(context: ServiceContext) -> None:
+    settings: WorkerSettings = context.settings
+    identity = Identity(
+        instance=settings.instance,
+        model=settings.model,
+        born=time.time_ns() // 1000,
+        max_slots=settings.slots,
+        max_step_tokens=settings.max_step_tokens,
+        version=version("hortator"),
+    )
+    worker = WorkerService(context.bus, make_runner(settings), identity, context.metrics)
+    context.stats = worker.stats
+
+    async def watch() -> None:
+        while True:
+            context.set_health(*worker.health())
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        await worker.run(context.stopping)
+    finally:
+        watching.cancel()
+
+
+def main() -> None:
+    run(load(WorkerSettings), "worker", serve)
+
+
+if __name__ == "__main__":
+    main()

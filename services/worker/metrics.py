@@ -1,0 +1,58 @@
+"""What a worker counts, for /metrics."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.worker.compute import Outcome
+from services.worker.gate import Verdict
+
+_STEP_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 3)
+
+
+class WorkerMetrics:
+    """Label children are made once: a step costs a few additions."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._step = Histogram(
+            "hortator_worker_step_seconds", "Wall time of a step", buckets=_STEP_BUCKETS, registry=registry
+        )
+        tokens = Counter("hortator_worker_tokens", "Tokens computed", ["kind"], registry=registry)
+        self._prefill, self._decode = tokens.labels("prefill"), tokens.labels("decode")
+        self._slots = Gauge("hortator_worker_slots", "Slots that hold a sequence", registry=registry)
+        self._stored = Counter("hortator_worker_blocks_stored", "Blocks confirmed", registry=registry)
+        self._starved = Counter(
+            "hortator_worker_starved_seconds", "Time without a frame while sequences ran", registry=registry
+        )
+        frames = Counter(
+            "hortator_worker_frames", "Step frames by verdict of the gate", ["verdict"], registry=registry
+        )
+        self._frames = {verdict: frames.labels(verdict.value) for verdict in Verdict}
+        self._broken = Counter(
+            "hortator_worker_sessions_broken", "Sessions ended by a contradictory frame", registry=registry
+        )
+        self._lives_before = 0
+
+    def frame(self, verdict: Verdict) -> None:
+        self._frames[verdict].inc()
+
+    def step(self, outcome: Outcome) -> None:
+        done = outcome.done
+        timing = done.timing
+        self._step.observe(timing.run_us * 1e-6)
+        if timing.prefill_tokens:
+            self._prefill.inc(timing.prefill_tokens)
+        if timing.decode_tokens:
+            self._decode.inc(timing.decode_tokens)
+        if done.stored:
+            self._stored.inc(len(done.stored))
+        if timing.idle_us and self._lives_before:
+            self._starved.inc(timing.idle_us * 1e-6)
+        if outcome.live != self._lives_before:
+            self._slots.set(outcome.live)
+            self._lives_before = outcome.live
+
+    def session_began(self) -> None:
+        self._lives_before = 0
+        self._slots.set(0)
+
+    def session_broke(self) -> None:
+        self._broken.inc()

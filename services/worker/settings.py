@@ -1,0 +1,57 @@
+"""Settings of a worker process, and what follows from them."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.runtime.settings import ServiceSettings, SettingsError
+
+_UNITS = {"": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(ServiceSettings):
+    """One rank of one instance."""
+
+    model_dir: str = ""
+    """Folder with config.json, tokenizer and safetensors. A mock reads only its config.json, if given."""
+    dtype: Literal["float32", "float16"] = "float16"
+    """Of the weights; arithmetic is float32 on CPUs."""
+    kv_dtype: Literal["float32", "float16"] = "float32"
+    kv_memory: str = "512MiB"
+    """Memory of the KV blocks: a number of bytes, or with KiB, MiB, GiB, TiB."""
+    block_tokens: int = 16
+    """Tokens a KV block holds."""
+    max_slots: int = 0
+    """Sequences running at once; 0: 64, or 512 of a mock."""
+    max_len: int = 0
+    """Tokens a sequence may have, prompt included; 0: what the model was trained for."""
+    max_step_tokens: int = 2048
+    """Tokens one step may compute; the scheduler's time budget is usually far below."""
+    threads: int = 0
+    """Compute threads; 0: as many as torch chooses."""
+    device: str = "cpu"
+    """A torch device, e.g. cpu or cuda:0."""
+    mock: bool = False
+    """Compute nothing: tokens come from a hash. For measuring the mesh itself."""
+    mock_vocab: int = 49_152
+    """Vocabulary of a mock without `model_dir`."""
+    mock_blocks: int = 65_536
+    """KV blocks a mock pretends to have; `kv_memory` is no limit for it."""
+    mock_step_s: float = 0.0
+    """Seconds a mock's step takes, whatever is in it."""
+    mock_token_s: float = 0.0
+    """Seconds a mock takes in addition for each token of a step."""
+
+    @property
+    def slots(self) -> int:
+        return self.max_slots or (512 if self.mock else 64)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of e.g. `512MiB` or `536870912`. Raises `SettingsError`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    shift = _UNITS.get(match[2].lower()) if match else None
+    if match is None or shift is None:
+        raise SettingsError(f"kv_memory={text!r} is not a size: write bytes, or for example 512MiB or 2GiB")
+    return int(float(match[1]) * (1 << shift))
