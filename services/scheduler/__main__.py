@@ -1,0 +1,42 @@
+"""`python -m services.scheduler`: one scheduler of a model, from environment settings."""
+
+import gc
+import random
+import secrets
+import time
+
+from services.scheduler.core import Core
+from services.scheduler.report import CoreMetrics, stats
+from services.scheduler.settings import SchedulerSettings, make_policy, make_reservation, make_rules
+from services.scheduler.shell import Shell
+from shared.runtime.service import ServiceContext, run
+from shared.runtime.settings import load
+
+
+async def serve(context: ServiceContext) -> None:
+    settings: SchedulerSettings = context.settings
+    core = Core(
+        # One life of a process: the name alone would let a restarted one pass for its former self.
+        f"{settings.instance}-{secrets.token_hex(4)}",
+        make_rules(settings),
+        make_policy(settings),
+        make_reservation(settings),
+        rng=random.Random(secrets.randbits(64)),
+        now=time.monotonic(),
+    )
+    context.metrics.register(CoreMetrics(core))
+    context.stats = lambda: stats(core)
+    context.set_health(True, {"owner": core.owner})
+    # Frames are short-lived and acyclic: full collections over what lives long only cost time.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    await Shell(core, context.bus, context.store, settings.model, context.log).run(context.stopping)
+
+
+def main() -> None:
+    run(load(SchedulerSettings), "scheduler", serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""One client's stream of token frames: sequenced, kept until acknowledged, sent again, under a lease.
+
+A lapsed client's record stays as a tombstone: frame numbers and attempts go on where they were, or the
+client would take new frames for repetitions. After a lapse nothing is sent until an `Ack` says which frame
+the client had last; numbering goes on from there.
+"""
+
+from collections import deque
+
+from services.scheduler.sequences import Request, Sequence
+from shared.wire import Answer, EndRow, LogprobRow, PromptLogprobRow, TokenRow, Tokens
+
+
+class Client:
+    """Pending rows of this turn, frames not acknowledged, open requests, and recent answers."""
+
+    def __init__(self, client: str, now: float) -> None:
+        self.id = client
+        self.seq = 0
+        """Number of the last frame made."""
+        self.heard_at = now
+        self.lapsed = False
+        self.attempt = 1
+        """First attempt of its next sequences; rises with each lapse."""
+        self.top_attempt = 1
+        """Highest attempt any of its sequences had in this epoch."""
+        self.requests: dict[str, Request] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.answered: dict[str, tuple[Answer, float]] = {}
+        """request id → its answer and when the request ended; repeated to late duplicates."""
+        self.rows: list[TokenRow] = []
+        self.logprobs: list[LogprobRow] = []
+        self.prompt_logprobs: list[PromptLogprobRow] = []
+        self.ends: list[EndRow] = []
+        self.answers: list[Answer] = []
+        self._kept: deque[Tokens] = deque()
+        self._waiting_since = now
+        """Since when the first kept frame has waited for its acknowledgement."""
+
+    @property
+    def kept(self) -> int:
+        return len(self._kept)
+
+    def answer(self, answer: Answer) -> None:
+        self.answers.append(answer)
+
+    def collect(self, epoch: int, owner: str, now: float) -> Tokens | None:
+        """The frame of this turn, or None if there is nothing to say or nobody listens."""
+        if not (self.rows or self.ends or self.answers or self.logprobs or self.prompt_logprobs):
+            return None
+        if self.lapsed:
+            return None
+        if not self._kept:
+            self._waiting_since = now
+        self.seq += 1
+        # The lists are copied, not replaced: sequences hold `rows.append`.
+        frame = Tokens(
+            epoch=epoch,
+            owner=owner,
+            seq=self.seq,
+            answers=self.answers.copy(),
+            rows=self.rows.copy(),
+            logprobs=self.logprobs.copy(),
+            prompt_logprobs=self.prompt_logprobs.copy(),
+            ends=self.ends.copy(),
+        )
+        self._clear()
+        self._kept.append(frame)
+        return frame
+
+    def acknowledge(self, seq: int, now: float) -> None:
+        """Everything up to `seq` has arrived."""
+        kept = self._kept
+        if kept and kept[0].seq <= seq:
+            self._waiting_since = now
+            while kept and kept[0].seq <= seq:
+                kept.popleft()
+
+    def overdue(self, now: float, after_s: float) -> bool:
+        return bool(self._kept) and now - self._waiting_since > after_s
+
+    def again(self, now: float, limit: int) -> list[Tokens]:
+        """The first `limit` unacknowledged frames, to be sent once more."""
+        self._waiting_since = now
+        return [self._kept[at] for at in range(min(limit, len(self._kept)))]
+
+    def lapse(self) -> None:
+        """Its lease is over. Its sequences must have been ended; what it has not taken it never will."""
+        self.lapsed = True
+        self.attempt = self.top_attempt = self.top_attempt + 1
+        self._kept.clear()
+        self.requests.clear()
+        self.sequences.clear()
+        self.answered.clear()
+        self._clear()
+
+    def resume(self, seq: int) -> None:
+        """It is back and has processed frames up to `seq` of this epoch."""
+        self.lapsed = False
+        self.seq = seq
+
+    def _clear(self) -> None:
+        for rows in (self.rows, self.logprobs, self.prompt_logprobs, self.ends, self.answers):
+            rows.clear()

@@ -1,0 +1,285 @@
+"""The scheduler's state machine: `handle(event, now) -> effects`. No awaits, no clock, no random source.
+
+This file dispatches and ties the parts together; each part owns its own file. Frames to instances and
+clients are made at `Turn`, once per loop iteration of the shell, so that all that arrived together is
+answered together.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.scheduler.admission import Reservation
+from services.scheduler.budget import BudgetRules
+from services.scheduler.counters import Counters
+from services.scheduler.desk import Desk, DeskRules
+from services.scheduler.events import (
+    ClaimAnswer,
+    Connected,
+    DropLease,
+    Effect,
+    Follow,
+    Hint,
+    Lead,
+    LeaseSeen,
+    Note,
+    SendBeacon,
+    SendStep,
+    Stop,
+    Tick,
+    Turn,
+    WriteLease,
+)
+from services.scheduler.fleet import Fleet, FleetRules
+from services.scheduler.leadership import Leadership, LeadershipTimes, Rule
+from services.scheduler.planner import Planner
+from services.scheduler.policy import BatchPolicy
+from shared.wire import Ack, Beacon, Beat, Cancel, Done, Goodbye, Refused, Resync, Submit
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Every number the core goes by."""
+
+    model: str
+    leadership: LeadershipTimes = field(default_factory=LeadershipTimes)
+    budget: BudgetRules = field(default_factory=BudgetRules)
+    desk: DeskRules = field(default_factory=DeskRules)
+    fleet: FleetRules = field(default_factory=FleetRules)
+    max_running: int = 0
+
+
+class Core:
+    """One scheduler process. Feed it events in order of arrival; carry out its effects in order."""
+
+    def __init__(
+        self,
+        owner: str,
+        rules: Rules,
+        policy: BatchPolicy,
+        reservation: Reservation,
+        *,
+        rng: random.Random,
+        now: float,
+    ) -> None:
+        self.owner = owner
+        self.rules = rules
+        self.counters = Counters()
+        self.leadership = Leadership(owner, rules.leadership, now)
+        self.desk = Desk(rules.desk, reservation, self.counters)
+        self.planner = Planner(policy, reservation, rules.budget, self.counters, self.desk.preempted)
+        self.planner.max_running = rules.max_running
+        self.planner.rng = rng
+        self.fleet = Fleet(rules.fleet, self.counters, self.desk, rng)
+        self.connected = True
+        self._beacon_at = now
+        self._effects: list[Effect] = []
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            Done: self._done,
+            Submit: self._submit,
+            Ack: self._ack,
+            Cancel: self._cancel,
+            Tick: self._tick,
+            Turn: self._turn,
+            Beat: self._beat,
+            Beacon: self._beacon,
+            ClaimAnswer: self._claim_answer,
+            Resync: self._resync,
+            Refused: self._refused,
+            Goodbye: self._goodbye,
+            LeaseSeen: self._lease_seen,
+            Connected: self._connected,
+            Hint: self._hint,
+            Stop: self._stop,
+        }
+
+    @property
+    def leads(self) -> bool:
+        return self.leadership.rule is Rule.LEADER
+
+    def handle(self, event: Any, now: float) -> list[Effect]:
+        """Take one event in. `now` is monotonic, in seconds."""
+        self._handlers[type(event)](event, now)
+        effects = self._effects
+        if effects:
+            self._effects = []
+        return effects
+
+    # Clients
+
+    def _submit(self, event: Submit, now: float) -> None:
+        if self.leads:
+            self.desk.submit(event, self.fleet.infos(), now)
+
+    def _cancel(self, event: Cancel, now: float) -> None:
+        if self.leads:
+            self.desk.cancel(event, now)
+
+    def _ack(self, event: Ack, now: float) -> None:
+        if self.leads:
+            self._effects += self.desk.ack(event, now)
+
+    def _hint(self, event: Hint, now: float) -> None:
+        if self.leads:
+            self.desk.hint(event)
+
+    # Instances
+
+    def _done(self, event: Done, now: float) -> None:
+        if self.leads:
+            self._effects += self.fleet.done(event, now)
+
+    def _beat(self, event: Beat, now: float) -> None:
+        if self._outranked(event.epoch, event.owner, now):
+            return
+        self._effects += self.fleet.beat(event, self.leadership.rule is not Rule.FOLLOWER, now)
+
+    def _claim_answer(self, event: ClaimAnswer, now: float) -> None:
+        claimed = event.claimed
+        if self._outranked(claimed.epoch, claimed.owner, now) or self.leadership.rule is Rule.FOLLOWER:
+            return
+        self._effects += self.fleet.claimed(event.instance, claimed, now)
+        if self.leadership.rule is Rule.CLAIMING and not self.fleet.unanswered():
+            self._lead(now)
+
+    def _resync(self, event: Resync, now: float) -> None:
+        if not self._outranked(event.epoch, event.owner, now) and self.leads:
+            self._effects += self.fleet.resync(event, now)
+
+    def _refused(self, event: Refused, now: float) -> None:
+        if not self._outranked(event.epoch, event.owner, now) and self.leads:
+            self._effects += self.fleet.refused(event, now)
+
+    def _goodbye(self, event: Goodbye, now: float) -> None:
+        self._effects += self.fleet.goodbye(event, now)
+
+    # Leadership
+
+    def _beacon(self, event: Beacon, now: float) -> None:
+        if event.owner != self.owner and self.leadership.heard_beacon(event.epoch, event.owner, now):
+            self._step_down(event.epoch, event.owner, now)
+
+    def _lease_seen(self, event: LeaseSeen, now: float) -> None:
+        if not event.known:
+            self.leadership.lease_unknown(now)
+        elif self.leadership.heard_lease(event.epoch, event.owner, event.ttl_s, now):
+            self._step_down(event.epoch, event.owner, now)
+
+    def _outranked(self, epoch: int, owner: str, now: float) -> bool:
+        """G3: whoever shows us a higher leadership ends ours."""
+        if not self.leadership.heard(epoch, owner):
+            return False
+        self._step_down(epoch, owner, now)
+        return True
+
+    def _step_down(self, epoch: int, owner: str, now: float) -> None:
+        self.leadership.follow(now)
+        self.desk.clear()
+        self.fleet.clear()
+        self._effects += [Follow(), Note("stepped_down", {"epoch": epoch, "owner": owner})]
+
+    def _claim(self, now: float) -> None:
+        self.leadership.claim(now)
+        epoch = self.leadership.epoch
+        self.fleet.epoch, self.fleet.owner = epoch, self.owner
+        self.planner.epoch, self.planner.owner = epoch, self.owner
+        self.desk.open(epoch, self.owner, now)
+        self._effects += [Note("claiming", {"epoch": epoch}), WriteLease(epoch, self.owner)]
+        self._effects += self.fleet.claim_all(now)
+        if not self.fleet.unanswered():
+            self._lead(now)
+
+    def _lead(self, now: float) -> None:
+        self.leadership.lead()
+        self.counters.takeovers += 1
+        self._effects += [Lead(), Note("leading", {"epoch": self.leadership.epoch})]
+        self._beat_drum(now)
+
+    def _beat_drum(self, now: float) -> None:
+        """The beacon and the lease, every 0.5 s."""
+        self._beacon_at = now + self.rules.leadership.beacon_s
+        epoch = self.leadership.epoch
+        beacon = Beacon(
+            model=self.rules.model,
+            epoch=epoch,
+            owner=self.owner,
+            instances=self.fleet.last_frames(),
+            clients=self.desk.last_frames(),
+        )
+        self._effects += [SendBeacon(beacon), WriteLease(epoch, self.owner)]
+
+    def _connected(self, event: Connected, now: float) -> None:
+        if event.up and not self.connected:
+            self._forgive(now)
+        self.connected = event.up
+
+    def _forgive(self, now: float) -> None:
+        """We were deaf; nobody else's silence counts."""
+        self.leadership.silence_forgiven(now)
+        self.desk.forgive(now)
+        self.fleet.forgive(now)
+
+    def _stop(self, event: Stop, now: float) -> None:
+        if self.leadership.rule is not Rule.FOLLOWER:
+            self._effects.append(DropLease(self.leadership.epoch, self.owner))
+            self.leadership.follow(now)
+            self._effects.append(Follow())
+
+    # Time
+
+    def _tick(self, event: Tick, now: float) -> None:
+        leadership = self.leadership
+        self._wake(now)
+        leadership.last_tick = now
+        if not self.connected:
+            return
+        if leadership.rule is Rule.FOLLOWER:
+            if leadership.may_claim(now):
+                self._claim(now)
+            return
+        if leadership.rule is Rule.CLAIMING:
+            if now - leadership.claiming_since >= self.rules.leadership.claim_timeout_s:
+                self._lead(now)
+            else:
+                self._effects += self.fleet.tick(now)
+            return
+        if now >= self._beacon_at:
+            self._beat_drum(now)
+        if now < leadership.listening_until:
+            return
+        self._effects += self.fleet.tick(now)
+        self._effects += self.desk.tick(now)
+
+    def _wake(self, now: float) -> None:
+        """G4: after a pause of our own, beacon first and listen before anything else is sent."""
+        if not self.leadership.woke(now):
+            return
+        self._forgive(now)
+        if self.leads:
+            self.leadership.listening_until = now + self.rules.leadership.settle_s
+            self._effects.append(Note("woke_up", {"after_s": now - self.leadership.last_tick}))
+            self._beat_drum(now)
+
+    def _turn(self, event: Turn, now: float) -> None:
+        if not self.leads or now < self.leadership.listening_until:
+            return
+        if self.leadership.woke(now):
+            # The tick that will notice the pause has not run yet: say nothing before it.
+            return
+        effects = self._effects
+        rules = self.rules.budget
+        choices = self.fleet.choices
+        for instance in self.fleet.active:
+            depth = rules.depth(instance.fit.step_s)
+            while len(instance.in_flight) < depth:
+                frame = self.planner.plan(instance, self.desk.queue, choices, now)
+                if frame is None:
+                    break
+                effects.append(SendStep(frame.step))
+        effects += self.desk.collect(now)
+
+    def check(self) -> None:
+        """Raises AssertionError where the books contradict each other; for tests, and when idle."""
+        self.fleet.check()
+        self.desk.check()

@@ -1,0 +1,326 @@
+"""The clients' side: submits, cancels, acknowledgements, deadlines, and the ends of sequences.
+
+Owns the clients, their requests and the wait queue. Knows instances only through the sequences on them.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+from services.scheduler.admission import Reservation
+from services.scheduler.clients import Client
+from services.scheduler.counters import Counters
+from services.scheduler.events import Effect, Hint, SendTokens
+from services.scheduler.queues import WaitQueue
+from services.scheduler.sequences import Phase, Request, Sequence
+from services.scheduler.validate import impossible, malformed
+from shared.wire import Ack, Answer, Cancel, FinishReason, InstanceInfo, Submit
+
+
+@dataclass(frozen=True)
+class DeskRules:
+    """Seconds and counts of the clients' side."""
+
+    queue_bound: int = 1024
+    """Waiting sequences at most; further submits are answered `queue_full`."""
+    aging_s: float = 30.0
+    """Waiting time that makes up for one level of priority."""
+    client_ttl_s: float = 10.0
+    resend_s: float = 0.6
+    """Without an acknowledgement for this long, frames are sent again. Clients acknowledge every 0.25 s."""
+    resend_frames: int = 256
+    """At most so many at a time."""
+    remember_s: float = 30.0
+    """How long an ended request's answer is repeated to late duplicates of its submit."""
+    tombstone_s: float = 3600.0
+    """How long a lapsed client's numbering is remembered."""
+    grace_s: float = 5.0
+    """After a takeover the queue's bound does not apply: what comes had been accepted before."""
+
+
+class Desk:
+    def __init__(self, rules: DeskRules, reservation: Reservation, counters: Counters) -> None:
+        self.rules = rules
+        self.queue = WaitQueue(rules.aging_s)
+        self.clients: dict[str, Client] = {}
+        self.epoch = 0
+        self.owner = ""
+        self._opened = 0.0
+        self._reservation = reservation
+        self._counters = counters
+        self._deadlines: list[tuple[float, int, Sequence, bool]] = []
+        """(when, order, sequence, whether it only ends waiting); entries of ended ones are skipped."""
+        self._order = 0
+        self._ended = 0
+        self._rate = 0.0
+        """Sequences ended per second, smoothed."""
+        self._rated_at = 0.0
+        self._now = 0.0
+        self._swept_at = 0.0
+
+    def open(self, epoch: int, owner: str, now: float) -> None:
+        """A leadership begins."""
+        self.clear()
+        self.epoch, self.owner = epoch, owner
+        self._opened = self._rated_at = self._swept_at = now
+
+    def clear(self) -> None:
+        """A leadership ends: forget everything without a word; clients hear it from the next leader."""
+        self.queue = WaitQueue(self.rules.aging_s)
+        self.clients = {}
+        self._deadlines = []
+
+    # Submits
+
+    def submit(self, submit: Submit, infos: list[InstanceInfo], now: float) -> None:
+        client = self._client(submit.client, now)
+        known = client.requests.get(submit.request_id)
+        if known is not None:
+            client.answer(Answer(submit.request_id, "accepted"))
+            return
+        earlier = client.answered.get(submit.request_id)
+        if earlier is not None:
+            client.answer(earlier[0])
+            return
+        refusal = self._refusal(client, submit, infos, now)
+        if refusal is not None:
+            client.answer(refusal)
+            client.answered[submit.request_id] = (refusal, now)
+            return
+        client.answer(Answer(submit.request_id, "accepted"))
+        self._enqueue(client, submit, now)
+
+    def _refusal(
+        self, client: Client, submit: Submit, infos: list[InstanceInfo], now: float
+    ) -> Answer | None:
+        if reason := malformed(submit):
+            return Answer(submit.request_id, "invalid", reason)
+        if any(row.handle in client.sequences for row in submit.seqs):
+            return Answer(submit.request_id, "invalid", "a handle is in use by another request")
+        if reason := impossible(submit, infos):
+            return Answer(submit.request_id, "too_long", reason)
+        resumed = now - self._opened < self.rules.grace_s or any(row.accepted for row in submit.seqs)
+        if not resumed and len(self.queue) + len(submit.seqs) > self.rules.queue_bound:
+            self._counters.queue_full += 1
+            wait_s = self.retry_after_s()
+            message = f"{len(self.queue)} sequences wait already; try again in {wait_s:.0f} s"
+            return Answer(submit.request_id, "queue_full", message, wait_s)
+        return None
+
+    def retry_after_s(self) -> float:
+        """Time until half of the queue has gone at the present rate, within 1 to 60 seconds."""
+        if self._rate <= 0.0:
+            return 5.0
+        return min(60.0, max(1.0, 0.5 * len(self.queue) / self._rate))
+
+    def _enqueue(self, client: Client, submit: Submit, now: float) -> None:
+        request = Request(
+            client=client,
+            request_id=submit.request_id,
+            prompt=submit.prompt,
+            sampling=submit.sampling,
+            priority=submit.priority,
+            arrived=now,
+            deadline=now + submit.timeout_s,
+            queue_deadline=now + min(submit.queue_timeout_s, submit.timeout_s),
+            salt=submit.salt,
+            pin=submit.pin,
+        )
+        client.requests[submit.request_id] = request
+        for row in submit.seqs:
+            self._order += 1
+            sequence = Sequence(
+                request=request,
+                handle=row.handle,
+                choice=row.choice,
+                order=self._order,
+                emit=client.rows.append,
+                out=list(row.accepted),
+                attempt=client.attempt,
+                changed=now,
+            )
+            request.sequences.append(sequence)
+            client.sequences[row.handle] = sequence
+            heapq.heappush(self._deadlines, (request.deadline, self._order, sequence, False))
+            heapq.heappush(self._deadlines, (request.queue_deadline, self._order, sequence, True))
+            self.queue.push(sequence)
+        for sequence in list(request.sequences):
+            # What the client had accepted may have been all of it: only the terminal row was lost.
+            out = sequence.out
+            if out and out[-1] in submit.sampling.stop_token_ids and len(out) > submit.sampling.min_tokens:
+                self.end(sequence, "stop", "", now)
+            elif len(out) >= submit.sampling.max_tokens:
+                self.end(sequence, "length", "", now)
+
+    def canary(self, submit: Submit, now: float) -> Sequence:
+        """Queue a sequence of the core's own; its rows are read by nobody but the fleet."""
+        client = Client(submit.client, now)
+        self._enqueue(client, submit, now)
+        return client.requests[submit.request_id].sequences[0]
+
+    def hint(self, hint: Hint) -> None:
+        client = self.clients.get(hint.client)
+        request = client.requests.get(hint.request_id) if client else None
+        if request is not None:
+            request.hints = hint.blocks
+
+    # Cancels and acknowledgements
+
+    def cancel(self, cancel: Cancel, now: float) -> None:
+        client = self._client(cancel.client, now)
+        request = client.requests.get(cancel.request_id)
+        if request is None:
+            if cancel.request_id not in client.answered:
+                client.answer(Answer(cancel.request_id, "unknown_request"))
+            return
+        for sequence in list(request.sequences):
+            if sequence.phase is not Phase.DONE and (not cancel.handles or sequence.handle in cancel.handles):
+                self._counters.cancelled += 1
+                self.end(sequence, "cancelled", "", now)
+
+    def ack(self, ack: Ack, now: float) -> list[Effect]:
+        client = self.clients.get(ack.client)
+        if client is None:
+            client = self._client(ack.client, now)
+            if (ack.epoch, ack.owner) == (self.epoch, self.owner):
+                client.resume(ack.seq)
+            client.answer(Answer("", "unknown_client"))
+            return []
+        client.heard_at = now
+        if (ack.epoch, ack.owner) != (self.epoch, self.owner):
+            return []
+        if client.lapsed:
+            client.resume(ack.seq)
+            client.answers.insert(0, Answer("", "unknown_client"))
+            return []
+        client.acknowledge(ack.seq, now)
+        return self._again(client, now) if ack.resend else []
+
+    def _again(self, client: Client, now: float) -> list[Effect]:
+        frames = client.again(now, self.rules.resend_frames)
+        self._counters.tokens_frames_resent += len(frames)
+        return [SendTokens(client.id, frame) for frame in frames]
+
+    # Ends
+
+    def end(self, sequence: Sequence, reason: FinishReason, message: str, now: float) -> None:
+        """The one terminal row of a sequence; gives back whatever it holds."""
+        request = sequence.request
+        client = request.client
+        if sequence.phase is Phase.QUEUED:
+            self.queue.remove(sequence)
+        elif sequence.instance is not None:
+            sequence.instance.leave(sequence)
+        if request.warming is sequence:
+            request.warming = None
+        sequence.enter(Phase.DONE, now)
+        client.ends.append(sequence.end_row(reason, message))
+        client.sequences.pop(sequence.handle, None)
+        self._ended += 1
+        if not request.open:
+            client.requests.pop(request.request_id, None)
+            client.answered[request.request_id] = (Answer(request.request_id, "accepted"), now)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, message: str, now: float) -> None:
+        """It ended by itself: also a lesson on how long outputs are."""
+        if reason in ("stop", "length"):
+            self._reservation.observe(sequence.request.sampling.max_tokens, len(sequence.out))
+        self.end(sequence, reason, message, now)
+
+    def preempted(self, sequence: Sequence) -> None:
+        """Already off its instance; waits again at its old place, as a new attempt."""
+        self.requeue(sequence, self._now)
+
+    def requeue(self, sequence: Sequence, now: float) -> None:
+        request = sequence.request
+        if request.warming is sequence:
+            request.warming = None
+        sequence.enter(Phase.QUEUED, now)
+        sequence.preemptions += 1
+        sequence.attempt += 1
+        sequence.hashes = None
+        request.client.top_attempt = max(request.client.top_attempt, sequence.attempt)
+        self.queue.push(sequence)
+
+    # Time
+
+    def tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        self._now = now
+        self._expire(now)
+        for client in self.clients.values():
+            if not client.lapsed and now - client.heard_at > self.rules.client_ttl_s:
+                self._lapse(client, now)
+            elif client.overdue(now, self.rules.resend_s):
+                effects += self._again(client, now)
+        if now - self._rated_at >= 1.0:
+            self._rate += 0.3 * (self._ended / (now - self._rated_at) - self._rate)
+            self._ended, self._rated_at = 0, now
+        if now - self._swept_at >= 5.0:
+            self._sweep(now)
+        return effects
+
+    def _expire(self, now: float) -> None:
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            _, _, sequence, only_waiting = heapq.heappop(deadlines)
+            if sequence.phase is Phase.DONE:
+                continue
+            if not only_waiting:
+                self._counters.expired += 1
+                self.end(sequence, "timeout", "the request's time is over", now)
+            elif sequence.phase is Phase.QUEUED and not sequence.preemptions and not sequence.out:
+                self._counters.expired += 1
+                wait_s = self.retry_after_s()
+                message = f"no room within its time in the queue; try again in {wait_s:.0f} s"
+                self.end(sequence, "timeout", message, now)
+
+    def _lapse(self, client: Client, now: float) -> None:
+        """Nobody listens any more: stop working for it."""
+        self._counters.clients_lapsed += 1
+        for sequence in list(client.sequences.values()):
+            self.end(sequence, "cancelled", "", now)
+        client.lapse()
+
+    def _sweep(self, now: float) -> None:
+        self._swept_at = now
+        for client in list(self.clients.values()):
+            if client.lapsed and now - client.heard_at > self.rules.tombstone_s:
+                del self.clients[client.id]
+                continue
+            old = [rid for rid, (_, at) in client.answered.items() if now - at > self.rules.remember_s]
+            for request_id in old:
+                del client.answered[request_id]
+
+    def forgive(self, now: float) -> None:
+        for client in self.clients.values():
+            client.heard_at = now
+
+    def collect(self, now: float) -> list[Effect]:
+        """This turn's token frames, one per client that has something to hear."""
+        effects: list[Effect] = []
+        self._now = now
+        for client in self.clients.values():
+            frame = client.collect(self.epoch, self.owner, now)
+            if frame is not None:
+                effects.append(SendTokens(client.id, frame))
+        return effects
+
+    def last_frames(self) -> dict[str, int]:
+        return {client.id: client.seq for client in self.clients.values() if not client.lapsed and client.seq}
+
+    def _client(self, name: str, now: float) -> Client:
+        client = self.clients.get(name)
+        if client is None:
+            client = self.clients[name] = Client(name, now)
+        client.heard_at = now
+        return client
+
+    def check(self) -> None:
+        waiting = list(self.queue)
+        assert all(seq.phase is Phase.QUEUED for seq in waiting), "a sequence waits that is not queued"
+        for client in self.clients.values():
+            for sequence in client.sequences.values():
+                assert sequence.phase is not Phase.DONE, "an ended sequence is still open"
+                queued = sequence.phase is Phase.QUEUED
+                assert queued == any(seq is sequence for seq in waiting), "queue and phase disagree"
+                assert queued == (sequence.instance is None), "instance and phase disagree"

@@ -1,0 +1,134 @@
+"""What goes into the core besides wire messages, and what comes out of it. All of it is data."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.wire import Beacon, Claim, Claimed, Inventory, Step, Tokens
+
+# In
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; comes every `tick_s` at least. Expires, resends, beats."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The events of one loop iteration are in: plan frames, collect token frames."""
+
+
+@dataclass(frozen=True)
+class ClaimAnswer:
+    """An instance's answer to `AskClaim` or `AskInventory`."""
+
+    instance: str
+    claimed: Claimed
+
+
+@dataclass(frozen=True)
+class LeaseSeen:
+    """What Redis says of the leader's lease. `known=False`: Redis cannot be asked."""
+
+    known: bool
+    epoch: int = 0
+    """Highest epoch ever written, also after its lease lapsed."""
+    owner: str = ""
+    ttl_s: float = 0.0
+    """Remaining life of a live lease; 0: there is none."""
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The broker's connection came or went."""
+
+    up: bool
+
+
+@dataclass(frozen=True)
+class Hint:
+    """Which instances are said to hold the beginning of a waiting request's prompt, in blocks."""
+
+    client: str
+    request_id: str
+    blocks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """This process ends on purpose."""
+
+
+# Out
+
+
+@dataclass(frozen=True, slots=True)
+class SendStep:
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class SendTokens:
+    client: str
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SendBeacon:
+    beacon: Beacon
+
+
+@dataclass(frozen=True, slots=True)
+class AskClaim:
+    instance: str
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class AskInventory:
+    instance: str
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLease:
+    epoch: int
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropLease:
+    epoch: int
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Subscribe to clients and results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Unsubscribe from clients and results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the log."""
+
+    event: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+Effect = (
+    SendStep
+    | SendTokens
+    | SendBeacon
+    | AskClaim
+    | AskInventory
+    | WriteLease
+    | DropLease
+    | Lead
+    | Follow
+    | Note
+)

@@ -1,0 +1,376 @@
+"""Plans the next frame of one instance: grow, preempt, chunk prompts, admit, issue.
+
+A steady decode frame costs nothing per sequence: decoding is implicit on the wire, and a calendar keyed by
+frame number says which sequences then need a block or have drawn their last token.
+"""
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+from services.scheduler.admission import Reservation
+from services.scheduler.budget import BudgetRules
+from services.scheduler.counters import Counters
+from services.scheduler.instances import Frame, Instance, Lane, State
+from services.scheduler.placement import Candidate, choose
+from services.scheduler.policy import BatchPolicy
+from services.scheduler.preempt import pick_victim
+from services.scheduler.queues import WaitQueue
+from services.scheduler.sequences import Phase, Sequence
+from shared.blocks import chain, root_hash
+from shared.ids import BlockHash
+from shared.wire import Admit, Extend, KvOp, Step, Work
+
+
+class Fit:
+    """Where a waiting sequence would find its beginning on an instance, and whether the rest has room."""
+
+    __slots__ = ("cached", "copy_from", "fits", "need", "reserve", "shared")
+
+    def __init__(self, shared: list[int], copy_from: int, cached: int) -> None:
+        self.shared = shared
+        self.copy_from = copy_from
+        """Block to copy on write, or -1: the whole sequence is cached and its last id is computed again."""
+        self.cached = cached
+        self.need = 0
+        """Blocks to take now."""
+        self.reserve = 0
+        """Blocks to set aside for expected output."""
+        self.fits = False
+
+
+class Draft:
+    """The frame being planned."""
+
+    __slots__ = ("admit", "computes", "extend", "firsts", "kv_ops", "preempted", "seq", "work")
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+        self.admit: list[Admit] = []
+        self.work: list[Work] = []
+        self.extend: list[Extend] = []
+        self.kv_ops: list[KvOp] = []
+        self.firsts: list[Sequence] = []
+        self.computes = False
+        self.preempted = False
+
+
+class Planner:
+    """Stateless but for its rules: what it plans on is the instance and the queue it is given."""
+
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        reservation: Reservation,
+        rules: BudgetRules,
+        counters: Counters,
+        requeue: Callable[[Sequence], None],
+    ) -> None:
+        """`requeue` takes preempted sequences back."""
+        self.policy = policy
+        self.reservation = reservation
+        self.rules = rules
+        self.counters = counters
+        self.max_running = 0
+        """Sequences per instance; 0: as many as it has slots."""
+        self.rng = random.Random(0)
+        """Settles ties between instances; the core puts its own here."""
+        self.epoch = 0
+        self.owner = ""
+        """The leadership that frames are issued under."""
+        self._requeue = requeue
+
+    def plan(self, instance: Instance, queue: WaitQueue, fleet: Many[Instance], now: float) -> Frame | None:
+        """Issue the next frame, or None if there is nothing to do. `fleet` are the instances among which a
+        waiting sequence may choose."""
+        draft = Draft(instance.next_seq)
+        due = instance.calendar.pop(draft.seq, None)
+        if due or instance.stalled:
+            self._grow(instance, draft, due or ())
+        budget = -1
+        if instance.prefilling:
+            budget = self._budget(instance)
+            budget -= self._chunks(instance, draft, budget)
+        if len(queue) and not draft.preempted and not instance.stalled:
+            self._admit(instance, draft, queue, fleet, budget, now)
+        if not (draft.computes or instance.decoding or draft.extend or draft.admit or instance.leaving):
+            return None
+        self.counters.computed_tokens += instance.decoding
+        return self._issue(instance, draft, now)
+
+    def _budget(self, instance: Instance) -> int:
+        return self.rules.prefill_tokens(instance.fit.cost, instance.decoding, instance.info.max_step_tokens)
+
+    # Running sequences: blocks
+
+    def _grow(self, instance: Instance, draft: Draft, due: Many[Sequence]) -> None:
+        """Give blocks to those whose table is full, oldest first; those that get none skip this frame."""
+        hungry = list(instance.stalled)
+        for sequence in due:
+            if sequence.due != draft.seq or instance.running.get(sequence) is not Lane.DECODE:
+                continue
+            computed = sequence.planned + draft.seq - sequence.since
+            if computed >= sequence.end:
+                instance.running[sequence] = Lane.SPENT
+                instance.decoding -= 1
+                instance.spent += 1
+                continue
+            sequence.planned, sequence.since = computed, draft.seq
+            hungry.append(sequence)
+        hungry.sort(key=lambda seq: (seq.request.priority, seq.order))
+        for sequence in hungry:
+            was_stalled = instance.running[sequence] is Lane.STALLED
+            taken = instance.pool.take(1)
+            if taken is None:
+                if not was_stalled:
+                    instance.running[sequence] = Lane.STALLED
+                    instance.decoding -= 1
+                    instance.stalled.append(sequence)
+                continue
+            if was_stalled:
+                instance.stalled.remove(sequence)
+            else:
+                instance.decoding -= 1
+            sequence.blocks = sequence.blocks + taken
+            draft.extend.append(Extend(sequence.slot, taken))
+            if sequence.reserved:
+                sequence.reserved -= 1
+                instance.reserved -= 1
+            instance.start_decoding(sequence, draft.seq, sequence.planned)
+        if instance.stalled:
+            self._make_room(instance, draft)
+            draft.work.extend(Work(sequence.slot, 0) for sequence in instance.stalled)
+
+    def _make_room(self, instance: Instance, draft: Draft) -> None:
+        """Preempt until the blocks on their way back will do. Spent sequences return theirs by themselves."""
+        while instance.stalled and instance.returning < len(instance.stalled) and not instance.spent:
+            victim = pick_victim(
+                seq
+                for seq, lane in instance.running.items()
+                if lane is not Lane.SPENT and not seq.request.pin
+            ) or pick_victim(instance.stalled)
+            if victim is None:
+                return
+            draft.preempted = True
+            self.counters.preemptions += 1
+            self.reservation.preempted()
+            draft.extend = [row for row in draft.extend if row.slot != victim.slot]
+            instance.leave(victim)
+            self._requeue(victim)
+
+    # Running sequences: prompts
+
+    def _chunks(self, instance: Instance, draft: Draft, budget: int) -> int:
+        """Cut prompts into what the budget leaves, in order of admission. Returns tokens planned."""
+        used = 0
+        for sequence in list(instance.prefilling):
+            count = min(sequence.known - sequence.planned, budget - used)
+            if count > 0:
+                self._chunk(instance, draft, sequence, count)
+                used += count
+            elif sequence.known - sequence.planned == 1:
+                # With one id left the slot would decode by itself.
+                draft.work.append(Work(sequence.slot, 0))
+        return used
+
+    def _chunk(self, instance: Instance, draft: Draft, sequence: Sequence, count: int) -> None:
+        draft.work.append(Work(sequence.slot, count))
+        draft.computes = True
+        self.counters.computed_tokens += count
+        if sequence.preemptions:
+            self.counters.recomputed_tokens += count
+        sequence.planned += count
+        instance.backlog -= count
+        if sequence.planned == sequence.known:
+            instance.prefilling.remove(sequence)
+            draft.firsts.append(sequence)
+            instance.start_decoding(sequence, draft.seq + 1, sequence.known)
+
+    # Waiting sequences
+
+    def _admit(
+        self,
+        instance: Instance,
+        draft: Draft,
+        queue: WaitQueue,
+        fleet: Many[Instance],
+        budget: int,
+        now: float,
+    ) -> None:
+        limit = len(instance.table)
+        if self.max_running:
+            limit = min(limit, self.max_running)
+        room = min(self.policy.may_join(len(instance.running), limit), len(instance.free_slots))
+        if room <= 0 or instance.state is State.DRAINING:
+            return
+        if budget < 0:
+            budget = self._budget(instance)
+        for sequence in queue:
+            if room <= 0 or (budget <= 0 and not self.policy.joins_together):
+                return
+            if not self._welcome(instance, sequence):
+                continue
+            fit = self.fit(instance, sequence)
+            if len(fleet) > 1 and not sequence.request.pin:
+                place = self._place(instance, fit, sequence, fleet)
+                if place is not None and place != instance.id:
+                    continue
+            if not fit.fits:
+                # Nobody overtakes the first in the queue, or a long request would wait for ever.
+                return
+            queue.remove(sequence)
+            budget -= self._seat(instance, draft, sequence, fit, max(budget, 0), now)
+            room -= 1
+
+    def _welcome(self, instance: Instance, sequence: Sequence) -> bool:
+        request = sequence.request
+        if request.warming is not None:
+            return False
+        if request.pin:
+            return request.pin == instance.id
+        return instance.state is State.READY
+
+    def _place(self, instance: Instance, fit: Fit, sequence: Sequence, fleet: Many[Instance]) -> str | None:
+        """The instance it should go to among those that have room now; None: there is none."""
+        candidates = []
+        for other in fleet:
+            there = fit if other is instance else self.fit(other, sequence)
+            limit = min(self.max_running or len(other.table), len(other.table))
+            open_ = self.policy.may_join(len(other.running), limit) > 0 and other.free_slots
+            if not there.fits or not open_ or other.stalled:
+                continue
+            hinted = sequence.request.hints.get(other.id, 0) * other.info.block_tokens
+            candidates.append(
+                Candidate(
+                    instance=other.id,
+                    cached_tokens=max(there.cached, hinted),
+                    backlog_tokens=other.backlog,
+                    running=len(other.running),
+                    per_token_s=other.fit.cost.per_token_s,
+                    step_s=other.fit.step_s,
+                )
+            )
+        if not candidates:
+            return None
+        return choose(candidates, len(sequence.request.prompt) + len(sequence.out), self.rng)
+
+    def fit(self, instance: Instance, sequence: Sequence) -> Fit:
+        """Where it would find its beginning, and whether the rest has room. Changes nothing."""
+        request = sequence.request
+        size = instance.info.block_tokens
+        tokens = len(request.prompt) + len(sequence.out)
+        shared: list[int] = []
+        if request.sampling.prompt_logprobs is None:
+            shared = instance.pool.find(self.hashes(instance, sequence))
+        cached = len(shared) * size
+        copy_from = -1
+        if cached >= tokens:
+            copy_from = shared.pop()
+            cached = tokens - 1
+        fit = Fit(shared, copy_from, cached)
+        now_blocks = -(-tokens // size)
+        output = self.reservation.output_tokens(request.sampling.max_tokens, len(sequence.out))
+        later = -(-max(tokens, len(request.prompt) + output - 1) // size)
+        fit.need = now_blocks - len(shared)
+        fit.reserve = max(0, later - now_blocks)
+        free = instance.pool.free - instance.pool.idle(shared if copy_from < 0 else [*shared, copy_from])
+        if instance.running:
+            fit.fits = fit.need + fit.reserve + instance.reserved <= free
+        else:
+            # Alone it may use everything; what rests comes back in a moment.
+            fit.fits = fit.need <= free and (fit.need + fit.reserve <= free or not instance.returning)
+        return fit
+
+    @staticmethod
+    def hashes(instance: Instance, sequence: Sequence) -> list[BlockHash]:
+        """Hashes of the full blocks of prompt + output, computed once per attempt and kind of instance."""
+        request = sequence.request
+        size = instance.info.block_tokens
+        kind = (instance.info.fingerprint, size)
+        if request.hash_kind != kind:
+            request.hash_kind = kind
+            request.hashes = None
+            for sibling in request.sequences:
+                sibling.hashes = None
+        if request.hashes is None:
+            request.hashes = chain(root_hash(kind[0], size, request.salt), request.prompt, size)
+        if not sequence.out:
+            return request.hashes
+        if sequence.hashes is None:
+            sequence.hashes = chain(root_hash(kind[0], size, request.salt), sequence.ids(), size)
+        return sequence.hashes
+
+    def _seat(
+        self, instance: Instance, draft: Draft, sequence: Sequence, fit: Fit, budget: int, now: float
+    ) -> int:
+        """Give it a slot and blocks and its first chunk. Returns prompt tokens planned."""
+        request = sequence.request
+        pool = instance.pool
+        pool.share(fit.shared)
+        if fit.copy_from >= 0:
+            # The source must not be handed out before the copy has been made.
+            pool.share([fit.copy_from])
+            instance.rest([fit.copy_from], -1, draft.seq)
+        taken = pool.take(fit.need)
+        if taken is None:
+            raise RuntimeError(f"{instance.id}: a sequence was seated without room")
+        if fit.copy_from >= 0:
+            draft.kv_ops.append(KvOp("copy", fit.copy_from, taken[0]))
+        slot = instance.free_slots.pop()
+        ids = sequence.ids()
+        sequence.instance = instance
+        sequence.slot = slot
+        sequence.blocks = fit.shared + taken
+        sequence.known = len(ids)
+        sequence.planned = fit.cached
+        sequence.reserved = fit.reserve
+        sequence.hashes = None
+        instance.reserved += fit.reserve
+        instance.table[slot] = sequence
+        sequence.enter(Phase.PREFILL, now)
+        if sequence.cached < 0:
+            sequence.cached = min(fit.cached, len(request.prompt))
+            self.counters.prompt_tokens += len(request.prompt)
+            self.counters.prefix_hit_tokens += sequence.cached
+        if (
+            len(request.sequences) > 1
+            and request.sampling.prompt_logprobs is None
+            and fit.cached + instance.info.block_tokens <= len(request.prompt)
+        ):
+            request.warming = sequence
+        draft.admit.append(
+            Admit(
+                slot, sequence.choice, len(request.prompt), ids, fit.cached, sequence.blocks,
+                request.sampling, request.salt,
+            )
+        )  # fmt: skip
+        if fit.cached == len(ids) - 1:
+            draft.firsts.append(sequence)
+            instance.start_decoding(sequence, draft.seq, fit.cached)
+            return 1
+        instance.running[sequence] = Lane.PREFILL
+        instance.prefilling.append(sequence)
+        instance.backlog += len(ids) - fit.cached
+        count = min(len(ids) - fit.cached, budget)
+        if count > 0:
+            self._chunk(instance, draft, sequence, count)
+        return count
+
+    def _issue(self, instance: Instance, draft: Draft, now: float) -> Frame:
+        released, instance.leaving = instance.leaving, []
+        step = Step(
+            instance=instance.id,
+            epoch=self.epoch,
+            owner=self.owner,
+            incarnation=instance.incarnation,
+            seq=draft.seq,
+            admit=draft.admit,
+            work=draft.work,
+            blocks=draft.extend,
+            release=released,
+            kv_ops=draft.kv_ops,
+        )
+        frame = Frame(step, now, draft.firsts)
+        instance.next_seq += 1
+        instance.in_flight.append(frame)
+        return frame

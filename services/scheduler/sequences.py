@@ -1,0 +1,136 @@
+"""Requests and their sequences as the scheduler knows them.
+
+Phases: `QUEUED → PREFILL → DECODE → DONE`, back to QUEUED with attempt + 1 on preemption or loss of the
+instance (docs/protocol.md §5). Counts of a running sequence refer to frames *issued*, not to results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from shared.ids import BlockHash
+from shared.wire import EndRow, FinishReason, Sampling, SeqTimes, TokenRow
+
+if TYPE_CHECKING:
+    from services.scheduler.clients import Client
+    from services.scheduler.instances import Instance
+
+
+class Phase(Enum):
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DONE = "done"
+
+
+ALLOWED = {
+    Phase.QUEUED: {Phase.PREFILL, Phase.DONE},
+    Phase.PREFILL: {Phase.DECODE, Phase.QUEUED, Phase.DONE},
+    Phase.DECODE: {Phase.QUEUED, Phase.DONE},
+    Phase.DONE: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What the sequences of one submit share."""
+
+    client: Client
+    request_id: str
+    prompt: list[int]
+    sampling: Sampling
+    priority: int
+    arrived: float
+    deadline: float
+    queue_deadline: float
+    salt: str = ""
+    pin: str = ""
+    sequences: list[Sequence] = field(default_factory=list)
+    warming: Sequence | None = None
+    """The sibling that computes the prompt now; the others wait to find its blocks."""
+    hashes: list[BlockHash] | None = None
+    """Of the full blocks of the prompt, for instances of `hash_kind`."""
+    hash_kind: tuple[str, int] | None = None
+    hints: dict[str, int] = field(default_factory=dict)
+    """instance → prompt blocks it is said to hold, from the shared index. Only placement reads it."""
+
+    @property
+    def open(self) -> bool:
+        return any(sequence.phase is not Phase.DONE for sequence in self.sequences)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One token stream. The fields below `attempt` describe its present try on an instance."""
+
+    request: Request
+    handle: int
+    choice: int
+    order: int
+    """Arrival among all sequences; ties of priority and deadline are settled by it."""
+    emit: Callable[[TokenRow], None]
+    """Where its token rows go: the client's pending rows."""
+    out: list[int]
+    """Output tokens confirmed so far, over all attempts."""
+    attempt: int = 1
+    phase: Phase = Phase.QUEUED
+    instance: Instance | None = None
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    known: int = 0
+    """len(prompt + out) at admission: what has to be computed before the first new token."""
+    planned: int = 0
+    """PREFILL: ids computed by the frames issued. DECODE: the count at frame `since`."""
+    since: int = 0
+    """DECODE: number of the frame from which one token a frame is computed."""
+    due: int = 0
+    """DECODE: frame at which it needs a block or has nothing left to compute."""
+    reserved: int = 0
+    """Blocks of expected output set aside beyond those held."""
+    cached: int = -1
+    """Prompt tokens found cached on the first attempt; -1: not yet admitted."""
+    hashes: list[BlockHash] | None = None
+    """Of the full blocks of prompt + out, for a sequence that resumes."""
+    preemptions: int = 0
+    changed: float = 0.0
+    """When the phase began."""
+    times: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """Computed tokens at which the last allowed token has been drawn."""
+        return len(self.request.prompt) + self.request.sampling.max_tokens - 1
+
+    def ids(self) -> list[int]:
+        """Prompt and confirmed output."""
+        return self.request.prompt + self.out
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """Change phase, booking the time of the one that ends. Raises on a transition not in the table."""
+        if phase not in ALLOWED[self.phase]:
+            raise RuntimeError(f"sequence {self.handle} cannot go from {self.phase.value} to {phase.value}")
+        again = self.preemptions > 0
+        if self.phase is Phase.QUEUED:
+            kind = "preempted_s" if again else "queue_s"
+        elif self.phase is Phase.PREFILL:
+            kind = "recomputed_s" if again else "prefill_s"
+        else:
+            kind = "decode_s"
+        self.times[kind] = self.times.get(kind, 0.0) + max(0.0, now - self.changed)
+        self.changed = now
+        self.phase = phase
+
+    def end_row(self, reason: FinishReason, message: str = "") -> EndRow:
+        return EndRow(
+            handle=self.handle,
+            attempt=self.attempt,
+            reason=reason,
+            generated=len(self.out),
+            cached_tokens=max(0, self.cached),
+            message=message,
+            times=SeqTimes(**self.times),
+            preemptions=self.preemptions,
+        )

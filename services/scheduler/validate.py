@@ -1,0 +1,85 @@
+"""What a submit must look like. Anybody may speak these subjects, so nothing is trusted."""
+
+import math
+
+from shared.wire import InstanceInfo, Submit
+
+MAX_SEQUENCES = 128
+MAX_HANDLE = 2**53
+MAX_TIMEOUT_S = 86_400.0
+MAX_PRIORITY = 10**6
+
+
+def malformed(submit: Submit) -> str:
+    """What is wrong with it, in words for a person; empty if nothing is."""
+    sampling = submit.sampling
+    if not submit.request_id or len(submit.request_id) > 128:
+        return "request_id must have 1 to 128 characters"
+    if not submit.prompt:
+        return "prompt is empty: give at least one token id"
+    if min(submit.prompt) < 0 or max(submit.prompt) >= 2**31:
+        return "prompt holds a token id outside 0..2^31-1"
+    if not 1 <= len(submit.seqs) <= MAX_SEQUENCES:
+        return f"seqs must name 1 to {MAX_SEQUENCES} sequences, not {len(submit.seqs)}"
+    handles = {row.handle for row in submit.seqs}
+    if len(handles) != len(submit.seqs) or min(handles) < 0 or max(handles) > MAX_HANDLE:
+        return "handles must be distinct and in 0..2^53"
+    if not 1 <= sampling.max_tokens < 2**31:
+        return f"max_tokens is {sampling.max_tokens}: it must be at least 1"
+    for row in submit.seqs:
+        if len(row.accepted) > sampling.max_tokens:
+            return f"handle {row.handle} has accepted more tokens than max_tokens allows"
+        if row.accepted and (min(row.accepted) < 0 or max(row.accepted) >= 2**31):
+            return f"handle {row.handle} has accepted a token id outside 0..2^31-1"
+    if abs(submit.priority) > MAX_PRIORITY:
+        return f"priority must be within ±{MAX_PRIORITY}"
+    for name in ("timeout_s", "queue_timeout_s"):
+        value = getattr(submit, name)
+        if not 0 < value <= MAX_TIMEOUT_S:
+            return f"{name} is {value}: it must be above 0 and at most {MAX_TIMEOUT_S:g} seconds"
+    return _sampling_error(submit)
+
+
+def _sampling_error(submit: Submit) -> str:
+    sampling = submit.sampling
+    ranges = {
+        "temperature": (0.0, 100.0),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (1e-3, 100.0),
+        "presence_penalty": (-100.0, 100.0),
+        "frequency_penalty": (-100.0, 100.0),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(sampling, name)
+        if not math.isfinite(value) or not low <= value <= high:
+            return f"{name} is {value}: it must be within {low:g} to {high:g}"
+    if sampling.top_k < 0:
+        return "top_k must not be negative (0 is off)"
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        return "min_tokens must be within 0 to max_tokens"
+    if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
+        return "logit_bias holds a value that is not finite"
+    return ""
+
+
+def impossible(submit: Submit, infos: list[InstanceInfo]) -> str:
+    """Why none of these instances could ever serve it; empty if one could, or none is known yet."""
+    reasons = [_misfit(submit, info) for info in infos]
+    return reasons[0] if reasons and all(reasons) else ""
+
+
+def _misfit(submit: Submit, info: InstanceInfo) -> str:
+    tokens = len(submit.prompt) + submit.sampling.max_tokens
+    if tokens > info.max_len:
+        return (
+            f"prompt ({len(submit.prompt)}) and max_tokens ({submit.sampling.max_tokens}) together are "
+            f"{tokens} tokens; the model's limit here is {info.max_len}"
+        )
+    room = info.blocks_total * info.block_tokens
+    if tokens > room:
+        return f"prompt and max_tokens are {tokens} tokens; KV memory holds {room}: lower max_tokens"
+    highest = max(submit.prompt)
+    if highest >= info.vocab_size:
+        return f"prompt holds token id {highest}; the vocabulary has {info.vocab_size}"
+    return ""
