@@ -56,8 +56,9 @@ class NatsBus:
     def __init__(self) -> None:
         self._client = Client()
         self._listeners: list[Callable[[bool], None]] = []
-        self._last_error: Exception | None = None
+        self._reasons: dict[str, None] = {}
         self._closing = False
+        self._background: asyncio.Future[None] | None = None
         self.counters = Counters()
         self.lost = asyncio.Event()
         """Set when the connection ended for good (the broker refused us): only a new process helps."""
@@ -66,7 +67,7 @@ class NatsBus:
     async def connect(
         cls, url: str, *, name: str = "", user: str = "", password: str = "", timeout_s: float = 10.0
     ) -> "NatsBus":
-        """Raises `BusDown` when there is no session within `timeout_s`, naming the last reason."""
+        """Raises `BusDown` when there is no session within `timeout_s`, naming the reasons."""
         bus = cls()
         options: dict[str, Any] = {"user": user, "password": password} if user else {}
         if user:
@@ -86,15 +87,20 @@ class NatsBus:
             pending_size=0,
             **options,
         )
-        try:
-            await asyncio.wait_for(attempt, timeout_s)
-        except (TimeoutError, nats.errors.Error, OSError) as error:
-            bus._closing = True
-            with suppress(Exception):
-                await bus._client.close()
-            reason = bus._last_error or error
+        connecting = asyncio.ensure_future(attempt)
+        refused = asyncio.ensure_future(bus.lost.wait())
+        await asyncio.wait({connecting, refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        refused.cancel()
+        if not connecting.done() or connecting.exception() is not None:
+            connecting.cancel()
+            await asyncio.wait({connecting})
+            await bus._give_up()
+            reasons = "; ".join(bus._reasons) or "no answer"
             hint = "check HORTATOR_NATS_URL, _USER and _PASSWORD, and that nats-server runs there"
-            raise BusDown(f"no session with NATS at {url} within {timeout_s} s: {reason!r}; {hint}") from None
+            raise BusDown(
+                f"no session with NATS at {url} (waited {timeout_s} s at most): {reasons}; {hint}"
+            ) from None
+        bus._reasons.clear()
         return bus
 
     @property
@@ -195,20 +201,39 @@ class NatsBus:
             raise BusDown("the connection to NATS is closed") from None
         if self._client.is_connected:
             # A round trip, so that the broker knows of it (or has denied it, loudly) when we return.
+            # Twice, because the client writes a PING before the commands that wait in its buffer.
             with suppress(TimeoutError, nats.errors.Error):
+                await self._client.flush(timeout=FLUSH_TIMEOUT_S)
                 await self._client.flush(timeout=FLUSH_TIMEOUT_S)
         return NatsSubscription(inner)
 
     async def _on_error(self, error: Exception) -> None:
         # Wrong credentials and denied subjects arrive only here; the call itself succeeds.
-        self._last_error = error
         text = str(error)
         if "permissions violation" in text.lower():
             self.counters.note("denied", text)
         elif isinstance(error, nats.errors.SlowConsumerError):
             self.counters.note("slow_consumer", error.subject)
         elif not self._closing:
+            if not self._client.is_connected and (leftover := self._client._transport) is not None:
+                # A failed attempt: the client forgets its socket when it makes the next one.
+                leftover.close()
+            if len(self._reasons) < 5:
+                self._reasons[f"{type(error).__name__} {text}"] = None
             self.counters.note("error", type(error).__name__, error=text)
+            if "authorization violation" in text.lower():
+                # The client would ask for ever; other credentials need another process.
+                self.lost.set()
+                self._background = asyncio.ensure_future(self._give_up())
+
+    async def _give_up(self) -> None:
+        was_closing, self._closing = self._closing, True
+        with suppress(Exception):
+            await self._client.close()
+        if not was_closing:
+            log.error("the session with NATS has ended for good", reasons=list(self._reasons))
+            self._tell(False)
+            self.lost.set()
 
     async def _on_disconnected(self) -> None:
         # What was accepted but not written must not be flushed after the reconnect: it is stale by then.
@@ -223,12 +248,9 @@ class NatsBus:
         self._tell(True)
 
     async def _on_closed(self) -> None:
+        # Not by us: the client gives up on errors it cannot recover from.
         if not self._closing:
-            log.error(
-                "NATS ended the session for good", reason=repr(self._client.last_error or self._last_error)
-            )
-            self._tell(False)
-            self.lost.set()
+            await self._give_up()
 
     def _tell(self, connected: bool) -> None:
         for listener in self._listeners:

@@ -22,6 +22,7 @@ from shared.store.port import LeaseState, StoreDenied, StoreDown, SweepSlice
 log = structlog.get_logger()
 
 BREAK_S = 0.25
+MAX_CONNECTIONS = 8
 WRITE_SLICE = 256
 """Blocks per script call: the server serves nobody else meanwhile, so a slice stays well below 1 ms."""
 SWEEP_SLICE = 200
@@ -32,14 +33,17 @@ class RedisStore:
     """`Store` on `url` (redis://[user:password@]host:port/db or unix://path). Connects on first use."""
 
     def __init__(self, url: str, *, timeout_s: float = 0.5) -> None:
-        self._client: Any = redis.asyncio.Redis.from_url(
+        # Callers beyond `MAX_CONNECTIONS` wait their turn instead of failing.
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
+            timeout=timeout_s,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
-            max_connections=8,
+            max_connections=MAX_CONNECTIONS,
             client_name="hortator",
         )
+        self._client: Any = redis.asyncio.Redis.from_pool(pool)
         script = self._client.register_script
         self._write_lease = script(scripts.WRITE_LEASE)
         self._release = script(scripts.RELEASE)
