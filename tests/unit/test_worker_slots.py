@@ -1,0 +1,406 @@
+"""The vectorised batch against a slow, obvious one, under random schedules; and what it refuses."""
+
+import random
+import re
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.faults import FrameFault
+from services.worker.mock import MockCosts, MockExecutor, token_range
+from services.worker.slots import Batch, BatchShape
+from services.worker.step import ExecutorInfo, StepInput, StepOutput
+from shared.blocks import chain, root_hash
+from shared.wire import Admit, Extend, KvOp, Sampling, Step, Stopped, Work
+from tests.support.slow_batch import SlowBatch
+
+SHAPE = BatchShape(max_slots=6, max_len=40, block_tokens=4, blocks_total=70, vocab_size=64)
+NAME = "fp"
+
+
+def mock(shape: BatchShape = SHAPE) -> MockExecutor:
+    info = ExecutorInfo(NAME, shape.block_tokens, shape.blocks_total, shape.max_len, shape.vocab_size, 0, 0)
+    return MockExecutor(info, shape.max_slots, MockCosts())
+
+
+def frame(**content: object) -> Step:
+    return Step(instance="w", epoch=1, owner="o", incarnation=1, seq=1, **content)  # type: ignore[arg-type]
+
+
+@dataclass
+class Planned:
+    """A sequence as a scheduler plans it: ahead of what it knows."""
+
+    slot: int
+    ids: list[int]
+    prompt_len: int
+    sampling: Sampling
+    salt: str
+    blocks: list[int]
+    computed: int
+    known: int
+    # both including what the frames under way will bring, should nothing stop it
+    stopped: bool = False
+
+
+@dataclass
+class RandomScheduler:
+    """Sends legal frames, `depth` of them before it sees a result; shares prefixes, preempts, copies."""
+
+    rng: random.Random
+    depth: int
+    slots: list[int] = field(default_factory=lambda: list(range(SHAPE.max_slots)))
+    blocks: list[int] = field(default_factory=lambda: list(range(SHAPE.blocks_total)))
+    running: dict[int, Planned] = field(default_factory=dict)
+    known: dict[bytes, int] = field(default_factory=dict)
+    hash_of: dict[int, bytes] = field(default_factory=dict)
+    resting: deque[tuple[int, list[int], int]] = field(default_factory=deque)
+    # (number of the last frame that names them, blocks, slot): reusable when its result is in
+    sent: int = 0
+    got: int = 0
+
+    def plan(self) -> Step:
+        rng = self.rng
+        while self.resting and self.resting[0][0] <= self.got:
+            _, blocks, slot = self.resting.popleft()
+            self.slots.append(slot)
+            # Others may have come to share them meanwhile.
+            self.blocks += [block for block in blocks if self.is_left(block)]
+        release = [s for s, seq in self.running.items() if rng.random() < (0.6 if seq.stopped else 0.02)]
+        for slot in release:
+            seq = self.running.pop(slot)
+            self.resting.append((self.sent, seq.blocks, slot))
+        copies: list[KvOp] = []
+        admit = [self.admit(copies) for _ in range(rng.randint(0, 2)) if self.can_admit()]
+        work, extend = [], []
+        for slot, seq in self.running.items():
+            left = seq.known - seq.computed
+            count = 1
+            if left > 1:
+                count = rng.choice([0, rng.randint(1, left), left])
+                if count or rng.random() < 0.3:
+                    work.append(Work(slot, count))
+            elif rng.random() < 0.1:
+                count = rng.randint(0, 1)
+                work.append(Work(slot, count))
+            missing = -(-(seq.computed + count) // SHAPE.block_tokens) - len(seq.blocks)
+            # Admission saw that they exist; a little ahead of need at times.
+            if missing > 0:
+                more = self.take(missing)
+                seq.blocks += more
+                extend.append(Extend(slot, more))
+            if seq.known + 1 > SHAPE.max_len:
+                continue
+            seq.computed += count
+            if seq.computed == seq.known and count:
+                seq.known += 1
+        self.sent += 1
+        return frame(admit=admit, work=work, blocks=extend, release=release, kv_ops=copies)
+
+    def is_left(self, block: int) -> bool:
+        held = any(block in seq.blocks for seq in self.running.values())
+        return not held and not any(block in blocks for _, blocks, _ in self.resting)
+
+    def can_admit(self) -> bool:
+        reserve = (len(self.running) + 1) * SHAPE.max_blocks
+        return bool(self.slots) and len(self.blocks) > reserve - sum(
+            len(s.blocks) for s in self.running.values()
+        )
+
+    def take(self, count: int) -> list[int]:
+        taken = [self.blocks.pop(self.rng.randrange(len(self.blocks))) for _ in range(count)]
+        for block in taken:
+            self.forget(block)
+        return taken
+
+    def forget(self, block: int) -> None:
+        block_hash = self.hash_of.pop(block, None)
+        if block_hash is not None and self.known.get(block_hash) == block:
+            del self.known[block_hash]
+
+    def admit(self, copies: list[KvOp]) -> Admit:
+        rng = self.rng
+        length = rng.randint(1, 20)
+        salt = rng.choice(["", "tenant"])
+        ids = [7] * length if rng.random() < 0.5 else [rng.randrange(64) for _ in range(length)]
+        hashes = chain(root_hash(NAME, SHAPE.block_tokens, salt), ids[: length - 1], SHAPE.block_tokens)
+        shared: list[int] = []
+        for block_hash in hashes:
+            if block_hash not in self.known:
+                break
+            shared.append(self.known[block_hash])
+        for block in shared:
+            if block in self.blocks:
+                self.blocks.remove(block)
+        computed = len(shared) * SHAPE.block_tokens
+        fresh = self.take(rng.randint(1, 2) if len(self.blocks) > 2 else 1)
+        room = (len(shared) + len(fresh)) * SHAPE.block_tokens
+        if shared and computed < length - 1 and rng.random() < 0.3:
+            # Part of somebody's block, copied (its content is of no concern here).
+            copies.append(KvOp("copy", shared[-1], fresh[0]))
+            computed = rng.randint(computed, min(length - 1, computed + SHAPE.block_tokens - 1, room))
+        sampling = Sampling(
+            max_tokens=rng.randint(1, 30),
+            seed=rng.randrange(1 << 64),
+            min_tokens=rng.choice([0, 0, 3]),
+            stop_token_ids=tuple(rng.sample(range(64), rng.choice([0, 1, 6]))),
+        )
+        prompt_len = rng.randint(max(1, length - sampling.max_tokens + 1), length)
+        slot = self.slots.pop(rng.randrange(len(self.slots)))
+        self.running[slot] = Planned(slot, ids, prompt_len, sampling, salt, shared + fresh, computed, length)
+        return Admit(slot, rng.randrange(3), prompt_len, ids, computed, shared + fresh, sampling, salt)
+
+    def learn(self, stopped: list[Stopped], stored: list[tuple[int, bytes]], number: int) -> None:
+        self.got = number
+        for row in stopped:
+            if row.slot in self.running:
+                self.running[row.slot].stopped = True
+        for block, block_hash in stored:
+            if block_hash not in self.known:
+                self.known[block_hash] = block
+                self.hash_of[block] = block_hash
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), depth=st.integers(0, 4))
+def test_any_legal_schedule_gives_what_the_slow_batch_gives(seed: int, depth: int) -> None:
+    scheduler = RandomScheduler(random.Random(seed), depth)
+    batch, slow, executor = Batch(SHAPE, NAME), SlowBatch(NAME, SHAPE.block_tokens, SHAPE.max_len), mock()
+    under_way: deque[Step] = deque()
+    announced: set[bytes] = set()
+    for number in range(1, 80):
+        under_way.append(scheduler.plan())
+        if len(under_way) <= depth:
+            continue
+        step = under_way.popleft()
+        rows = slow.apply(step)
+        work = batch.apply(step)
+        assert list(zip(*(a.tolist() for a in (work.slots, work.starts, work.counts, work.samples)))) == rows
+        assert work.copies == [(op.src, op.dst) for op in step.kv_ops]
+        output = executor.run(work, batch.arrays)
+        drawn = {slot: int(token) for (slot, _, _, samples), token in zip(rows, output.tokens) if samples}
+        expected = slow.commit(rows, drawn)
+        result = batch.commit(work, output)
+        assert dict(zip(result.slots, result.tokens)) == expected.tokens
+        assert {row.slot: row.reason for row in result.stopped} == expected.stopped
+        stored = [(row.block, row.hash) for row in result.stored]
+        assert stored == expected.stored
+        assert result.prefill_tokens + result.decode_tokens == sum(count for _, _, count, _ in rows)
+        scheduler.learn(result.stopped, stored, number - depth)
+
+        assert {b: h for b in range(SHAPE.blocks_total) if (h := batch.hashes.of(b))} == slow.hash_of
+        came, went = batch.hashes.take_changes()
+        assert not announced & set(came)
+        assert set(went) <= announced
+        announced = (announced | set(came)) - set(went)
+        assert announced == set(slow.hash_of.values())
+        for slot, seq in slow.slots.items():
+            length = int(batch.arrays.known[slot])
+            assert batch.arrays.tokens[slot, :length].tolist() == seq.ids
+            if not seq.stopped:
+                table = batch.arrays.block_table[slot]
+                assert table[: len(seq.blocks)].tolist() == seq.blocks
+                assert (table[len(seq.blocks) :] == -1).all()
+        assert batch.live == len(slow.slots)
+
+
+def admission(
+    slot: int = 0, ids: int = 6, computed: int = 0, blocks: tuple[int, ...] = (0, 1, 2), **how: object
+) -> Admit:
+    sampling = Sampling(**{"max_tokens": 10, "seed": 1} | how)  # type: ignore[arg-type]
+    return Admit(slot, 0, ids, list(range(10, 10 + ids)), computed, list(blocks), sampling)
+
+
+def busy_batch() -> Batch:
+    """Slot 0 decodes on blocks 0 to 2; slot 1 is in its prompt on 3 and 4."""
+    batch, executor = Batch(SHAPE, NAME), mock()
+    run(batch, executor, frame(admit=[admission()], work=[Work(0, 6)]))
+    run(batch, executor, frame(admit=[admission(1, 8, 0, (3, 4))], work=[Work(1, 3)]))
+    return batch
+
+
+def run(batch: Batch, executor: MockExecutor, step: Step) -> list[int]:
+    work = batch.apply(step)
+    return batch.commit(work, executor.run(work, batch.arrays)).tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ({"admit": [admission(6)]}, "slot is 6, allowed is 0 to 5"),
+        ({"admit": [admission(-1)]}, "slot is -1"),
+        ({"admit": [admission(0)]}, "slot 0: slot to admit into is taken"),
+        ({"admit": [admission(2, blocks=(5, 6)), admission(2)]}, "slot 2: slot to admit into is taken"),
+        ({"admit": [admission(2, blocks=(5, 70))]}, "block is 70, allowed is 0 to 69"),
+        ({"admit": [admission(2, blocks=(5, -1))]}, "block is -1"),
+        ({"admit": [admission(2, blocks=(5, 5))]}, "naming one twice"),
+        ({"admit": [admission(2, blocks=(5, 3))]}, "block handed out is 3, in use"),
+        ({"admit": [admission(2, blocks=tuple(range(20, 31)))]}, "table is 11 blocks, allowed is up to 10"),
+        ({"admit": [admission(2, computed=6, blocks=(5, 6))]}, "computed is 6, allowed is 0 to 5"),
+        ({"admit": [admission(2, computed=-1, blocks=(5, 6))]}, "computed is -1"),
+        ({"admit": [admission(2, computed=5, blocks=(5,))]}, "table is 1 blocks"),
+        ({"admit": [admission(2, computed=4, blocks=(5, 6))]}, "holds something else"),
+        ({"admit": [admission(2, ids=0, blocks=(5,))]}, "prompt_len is 0"),
+        ({"admit": [admission(2, blocks=(5,))], "work": [Work(2, 6)]}, "slot 2: table is 1 blocks"),
+        ({"work": [Work(9, 1)]}, "slot is 9"),
+        ({"work": [Work(2, 1)]}, "slot 2: slot is free"),
+        ({"work": [Work(1, 6)]}, "count of work is 6, allowed is 0 to 5"),
+        ({"work": [Work(1, -1)]}, "count of work is -1"),
+        ({"work": [Work(1, 1), Work(1, 1)]}, "number of work rows is two"),
+        ({"work": [Work(0, 2)]}, "count of work is 2, allowed is 0 to 1"),
+        ({"blocks": [Extend(2, [9])]}, "slot 2: slot is free"),
+        ({"blocks": [Extend(1, [70])]}, "block is 70"),
+        ({"blocks": [Extend(1, [0])]}, "block handed out is 0, in use"),
+        ({"release": [2]}, "slot 2: slot is free"),
+        ({"release": [0, 0]}, "slot 0: slot is free"),
+        ({"kv_ops": [KvOp("copy", 0, 70)]}, "block is 70"),
+        ({"kv_ops": [KvOp("copy", 0, 0)]}, "naming one twice"),
+        ({"admit": [Admit(2, -1, 1, [1], 0, [5], Sampling(max_tokens=3))]}, "choice is -1"),
+    ],
+)
+def test_a_contradictory_frame_is_refused_by_name(content: dict[str, object], complaint: str) -> None:
+    with pytest.raises(FrameFault, match=re.escape(complaint)):
+        busy_batch().apply(frame(**content))
+
+
+def test_after_a_refused_frame_and_a_reset_the_batch_is_as_new_but_keeps_its_hashes() -> None:
+    batch = busy_batch()
+    kept = batch.hashes.page(0)[0]
+    with pytest.raises(FrameFault):
+        batch.apply(frame(admit=[admission(2, blocks=(7, 8)), admission(3, blocks=(9, 99))], release=[0]))
+    batch.reset()
+    assert batch.live == 0
+    assert batch.hashes.page(0)[0] == kept != []
+    first = run(batch, mock(), frame(admit=[admission(blocks=(30, 31))], work=[Work(0, 6)]))
+    assert first == run(Batch(SHAPE, NAME), mock(), frame(admit=[admission()], work=[Work(0, 6)]))
+
+
+def test_a_decode_that_outgrows_its_table_is_refused_before_it_runs() -> None:
+    batch, executor = Batch(SHAPE, NAME), mock()
+    run(batch, executor, frame(admit=[admission(ids=6, blocks=(0, 1))], work=[Work(0, 6)]))
+    run(batch, executor, frame())
+    run(batch, executor, frame())
+    with pytest.raises(FrameFault, match="slot 0: table is 2 blocks"):
+        batch.apply(frame())
+
+
+@pytest.mark.parametrize(
+    ("admit", "complaint"),
+    [
+        (Admit(0, 0, 2, [1, 64], 0, [0], Sampling(max_tokens=3)), "outside [0, 64)"),
+        (Admit(0, 0, 2, [1, -1], 0, [0], Sampling(max_tokens=3)), "outside [0, 64)"),
+        (Admit(0, 0, 2, [1, 2**63], 0, [0], Sampling(max_tokens=3)), "outside [0, 64)"),
+        (admission(stop_token_ids=(64,)), "stop_token_ids names token id 64"),
+        (admission(logit_bias=((-1, 1.0),)), "logit_bias names token id -1"),
+        (admission(logit_bias=((1, float("nan")),)), "not a finite number"),
+        (admission(temperature=-1.0), "temperature must be at least 0"),
+        (admission(ids=6, max_tokens=0), "no room for a new one"),
+        (Admit(0, 0, 40, [1] * 40, 0, list(range(10)), Sampling(max_tokens=3)), "context 40"),
+    ],
+)
+def test_a_request_that_cannot_be_computed_stops_with_a_reason_and_touches_nothing(
+    admit: Admit, complaint: str
+) -> None:
+    batch = Batch(SHAPE, NAME)
+    work = batch.apply(frame(admit=[admit]))
+    assert len(work.slots) == 0
+    (stopped,) = batch.commit(work, StepOutput(np.zeros(0, np.int32))).stopped
+    assert (stopped.slot, stopped.reason) == (0, "error")
+    assert complaint in stopped.detail
+    assert len(batch.apply(frame(work=[Work(0, 1)])).slots) == 0
+    batch.apply(frame(release=[0]))
+    assert batch.live == 0
+
+
+def test_logits_that_are_not_finite_stop_their_slot_and_share_no_block() -> None:
+    batch = Batch(SHAPE, NAME)
+    admits = [admission(0, 8, 0, (0, 1)), admission(1, 8, 0, (2, 3))]
+    work = batch.apply(frame(admit=admits, work=[Work(0, 8), Work(1, 8)]))
+    result = batch.commit(work, StepOutput(np.array([-2, 9], np.int32)))
+    assert (result.slots, result.tokens) == ([1], [9])
+    assert [(row.slot, row.reason) for row in result.stopped] == [(0, "error")]
+    assert [row.block for row in result.stored] == [2, 3]
+
+
+def test_an_executor_that_forgets_a_draw_is_an_error_of_the_executor() -> None:
+    batch = Batch(SHAPE, NAME)
+    work = batch.apply(frame(admit=[admission()], work=[Work(0, 6)]))
+    with pytest.raises(RuntimeError, match="drew no token for row 0"):
+        batch.commit(work, StepOutput(np.array([-1], np.int32)))
+
+
+def test_stop_ids_count_only_after_min_tokens_and_win_over_length() -> None:
+    executor = mock()
+    tokens = [run(b := Batch(SHAPE, NAME), executor, frame(admit=[admission()], work=[Work(0, 6)]))[0]]
+    tokens += [run(b, executor, frame())[0] for _ in range(3)]
+    batch, executor = Batch(SHAPE, NAME), mock()
+    how = {"stop_token_ids": tuple(set(tokens)), "min_tokens": 2, "max_tokens": 3}
+    stopped = []
+    for step in (frame(admit=[admission(**how)], work=[Work(0, 6)]), frame(), frame(), frame()):
+        work = batch.apply(step)
+        result = batch.commit(work, executor.run(work, batch.arrays))
+        stopped.append([row.reason for row in result.stopped])
+    assert stopped == [[], [], ["stop"], []]
+
+
+def test_equal_blocks_keep_their_hash_until_the_last_copy_is_handed_out() -> None:
+    batch, executor = Batch(SHAPE, NAME), mock()
+    twins = [admission(0, 6, 0, (0, 1)), admission(1, 6, 0, (2, 3))]
+    run(batch, executor, frame(admit=twins, work=[Work(0, 6), Work(1, 6)]))
+    (name,), _ = batch.hashes.take_changes()
+    other = admission(2, 3, 0, (0,))
+    run(batch, executor, frame(release=[0], admit=[other], work=[Work(2, 3)]))
+    assert batch.hashes.take_changes() == ([], [])
+    assert batch.hashes.of(2) == name
+    other = admission(3, 3, 0, (2,))
+    run(batch, executor, frame(release=[1, 2], admit=[other], work=[Work(3, 3)]))
+    assert batch.hashes.take_changes() == ([], [name])
+
+
+def test_log_probabilities_are_addressed_by_slot() -> None:
+    batch, executor = Batch(SHAPE, NAME), mock()
+    plain, asks = admission(0, 6, 0, (0, 1)), admission(4, 6, 0, (2, 3), logprobs=2, prompt_logprobs=1)
+    work = batch.apply(frame(admit=[plain, asks], work=[Work(0, 6), Work(4, 6)]))
+    result = batch.commit(work, executor.run(work, batch.arrays))
+    (row,) = result.logprobs
+    assert (row.slot, row.top[0][0], len(row.top)) == (4, result.tokens[1], 2)
+    (prompt,) = result.prompt_logprobs
+    assert (prompt.slot, prompt.start, len(prompt.chosen), len(prompt.top[0])) == (4, 1, 5, 1)
+
+
+class TestMockExecutor:
+    def one(self, batch: Batch, executor: MockExecutor, ids: list[int], count: int) -> list[int]:
+        admit = Admit(0, 1, 3, ids, 0, list(range(10)), Sampling(max_tokens=36, seed=2**64 - 1))
+        got = run(batch, executor, frame(admit=[admit], work=[Work(0, len(ids))]))
+        return got + [run(batch, executor, frame())[0] for _ in range(count - 1)]
+
+    def test_a_resumed_sequence_goes_on_with_the_same_tokens(self) -> None:
+        whole = self.one(Batch(SHAPE, NAME), mock(), [1, 2, 3], 12)
+        resumed = self.one(Batch(SHAPE, NAME), mock(), [1, 2, 3, *whole[:5]], 7)
+        assert whole[5:] == resumed
+
+    def test_tokens_stay_in_the_range_of_whole_words(self) -> None:
+        first, count = token_range(SHAPE.vocab_size)
+        assert set(self.one(Batch(SHAPE, NAME), mock(), [1, 2, 3], 30)) <= set(range(first, first + count))
+
+    def test_another_choice_draws_other_tokens(self) -> None:
+        batch, executor = Batch(SHAPE, NAME), mock()
+        how = Sampling(max_tokens=20, seed=3)
+        twins = [Admit(slot, slot, 3, [1, 2, 3], 0, [5 * slot, 5 * slot + 1], how) for slot in (0, 1)]
+        work = [Work(0, 3), Work(1, 3)]
+        rows = [run(batch, executor, frame(admit=twins, work=work))] + [
+            run(batch, executor, frame()) for _ in range(4)
+        ]
+        assert [row[0] for row in rows] != [row[1] for row in rows]
+
+
+def test_a_step_input_names_rows_in_slot_order_whatever_the_frame_says() -> None:
+    batch = Batch(SHAPE, NAME)
+    admits = [admission(slot, 6, 0, (3 * slot, 3 * slot + 1)) for slot in (4, 1, 3)]
+    step: StepInput = batch.apply(frame(admit=admits, work=[Work(4, 2), Work(1, 6), Work(3, 1)]))
+    assert (step.slots.tolist(), step.counts.tolist()) == ([1, 3, 4], [6, 1, 2])
+    assert step.samples.tolist() == [True, False, False]
