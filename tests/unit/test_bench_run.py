@@ -211,7 +211,20 @@ def test_two_targets_take_turns_and_give_table_json_and_plots(tmp_path):
 
     async def serve_and_run():
         async with Noting("a").listening() as a, Noting("b").listening() as b:
-            options = "-c 1,2 --rounds 2 --requests 2 --prompt-tokens 8 --output-tokens 5 --seed 3".split()
+            options = [
+                "-c",
+                "1,2",
+                "--rounds",
+                "2",
+                "--requests",
+                "2",
+                "--prompt-tokens",
+                "8",
+                "--output-tokens",
+                "5",
+                "--seed",
+                "3",
+            ]
             files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "plots")]
             targets = ["-t", f"a={a.url}", "-t", f"b={b.url},m"]
             return await asyncio.to_thread(CliRunner().invoke, app, targets + options + files)

@@ -15,6 +15,7 @@ from shared.model.cache import ModelCache
 from shared.model.gguf_config import llama3_factors
 from shared.model.gguf_import import import_gguf
 from shared.model.progress import silent
+from shared.model.resolve import import_file
 
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, LAYERS = 64, 4, 2, 96, 300, 2
 HEAD_DIM = HIDDEN // HEADS
@@ -203,3 +204,15 @@ def test_a_local_file_is_converted_once_and_found_by_content(tmp_path):
     assert again.weights[0].stat().st_mtime_ns == stamp
     assert again.name == "my model"
     assert first.eos_ids == (0,)
+
+
+def test_an_imported_model_is_found_again_by_the_name_it_was_given(tmp_path):
+    cache = ModelCache(tmp_path / "cache")
+    one = write(tmp_path / "one.gguf", weights(1, "llama"))
+    two = write(tmp_path / "two.gguf", weights(2, "llama"))
+    made = import_file(one, cache, silent, "mine")
+    assert resolve("mine", cache, quiet=True).path == made.path
+    import_file(two, cache, silent, "mine")
+    with pytest.raises(ModelError, match="several"):
+        resolve("mine", cache, quiet=True)
+    assert resolve(made.path.name, cache, quiet=True).path == made.path

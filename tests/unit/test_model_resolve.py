@@ -1,6 +1,7 @@
 """From a name to a folder; the package index is a folder on this disk."""
 
 import hashlib
+import importlib
 import zipfile
 from dataclasses import replace
 
@@ -9,6 +10,9 @@ import pytest
 from shared.model import CATALOG, ModelError, resolve
 from shared.model import catalog as catalog_module
 from shared.model.cache import ModelCache
+
+# `shared.model.resolve` the function hides the module of that name.
+resolve_module = importlib.import_module("shared.model.resolve")
 
 
 @pytest.fixture
@@ -45,6 +49,23 @@ def test_a_matching_hash_lets_the_file_through_to_the_importer(tmp_path, index, 
     monkeypatch.setattr(catalog_module, "CATALOG", (pinned,))
     with pytest.raises(ModelError, match="not a whole GGUF"):
         resolve("smol", ModelCache(tmp_path / "cache"), quiet=True)
+
+
+def test_a_local_copy_of_the_catalogues_file_becomes_the_catalogues_model(tmp_path, monkeypatch):
+    file = tmp_path / "copy.gguf"
+    file.write_bytes(b"the pinned bytes")
+    known = replace(
+        CATALOG[0], source=replace(CATALOG[0].source, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    )
+    monkeypatch.setattr(resolve_module, "CATALOG", (known,))
+
+    def convert(source, folder, progress):
+        (folder / "config.json").write_text('{"vocab_size": 8, "max_position_embeddings": 64}')
+        (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+    monkeypatch.setattr(resolve_module, "_convert", convert)
+    folder = resolve(str(file), ModelCache(tmp_path / "cache"), quiet=True)
+    assert (folder.name, folder.aliases) == (known.name, known.aliases)
 
 
 def test_an_index_that_lacks_the_package_gives_advice(tmp_path, monkeypatch):
