@@ -44,7 +44,7 @@ async def main(url: str, model: str, prompt: list[int]) -> int:
             continue
         if frame["seq"] == wanted:  # in order only; others are sent again after our ack
             wanted += 1
-            for request_id, code, message, *_ in (row + ["", 0.0] for row in frame.get("answers", [])):
+            for request_id, code, message, *_ in ([*row, "", 0.0] for row in frame.get("answers", [])):
                 if request_id == request and code != "accepted":
                     raise SystemExit(f"refused: {code} {message}")
                 known = True
