@@ -68,8 +68,10 @@ class Shell:
             await self._bus.subscribe(subjects.RESYNC.every(), self._feed),
             await self._bus.subscribe(subjects.BEACON.at(), self._feed),
         ]
-        works: tuple[Coroutine[Any, Any, None], ...] = (self._pump(), self._tick(), self._keep_lease())
-        tasks = [asyncio.ensure_future(work) for work in works]
+        works = [self._pump(), self._tick()]
+        if self._store is not None:
+            works.append(self._keep_lease(self._store))
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
         stop = asyncio.ensure_future(stopping.wait())
         try:
             await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -195,16 +197,14 @@ class Shell:
         for subscription in leading:
             await subscription.unsubscribe()
 
-    async def _keep_lease(self) -> None:
+    async def _keep_lease(self, store: Store) -> None:
         """Followers read the lease, the leader renews it; a store that is down changes nothing but that."""
-        if self._store is None:
-            return
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._lease_now.wait(), LEASE_POLL_S)
             self._lease_now.clear()
             try:
-                await self._one_lease_round(self._store)
+                await self._one_lease_round(store)
             except StoreDown:
                 self._feed(LeaseSeen(known=False))
 
