@@ -52,7 +52,8 @@ class MeshClient:
         self._outbox: deque[Submit | Cancel | Ack] = deque()
         self._sending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._now: Callable[[], float] = asyncio.get_running_loop().time
+        self.now: Callable[[], float] = asyncio.get_running_loop().time
+        """The clock of `progress_at`, of deadlines and of everything the core does."""
         self.progress_at = 0.0
         """Loop time of the last tokens: proof that the mesh works."""
         self.heard_leader_at = 0.0
@@ -87,7 +88,7 @@ class MeshClient:
 
     def _on_beacon(self, beacon: Beacon) -> None:
         if beacon.model == "" or subject_token(beacon.model) == self._model:
-            self.heard_leader_at = self._now()
+            self.heard_leader_at = self.now()
             self._apply(beacon)
 
     async def _tick(self) -> None:
@@ -98,7 +99,7 @@ class MeshClient:
                 self._apply(tick)
 
     def _apply(self, event: Event) -> None:
-        now = self._now()
+        now = self.now()
         for effect in self.core.handle(event, now):
             if type(effect) is Progress:
                 self.progress_at = now
