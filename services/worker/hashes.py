@@ -58,6 +58,11 @@ class BlockHashes:
         else:
             del self._copies[block_hash]
 
+    def forget_all(self, blocks: NDArray[np.int32]) -> None:
+        """`forget` for many; most blocks handed out held nothing that anybody could find."""
+        for block in blocks[self._hashed[blocks]].tolist():
+            self.forget(block)
+
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """(stored, removed) hashes, net since the last call; a hash that came and went is in neither."""
         stored: list[bytes] = []

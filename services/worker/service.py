@@ -97,10 +97,11 @@ class WorkerService:
             started.cancel()
             return
         self._current = Session(self._info(started.result()))
+        # The first beat invites a claim: by then we must listen.
+        subscriptions = await self._subscribe()
         tasks = [
             asyncio.ensure_future(work) for work in (self._publish(), self._beat(), self._tell_kvstore())
         ]
-        subscriptions = await self._subscribe()
         self._log.info("instance ready to be claimed", **self.stats())
         self.ready.set()
         over = asyncio.ensure_future(self._over.wait())

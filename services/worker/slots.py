@@ -213,7 +213,7 @@ class Batch:
             raise FrameFault(
                 "table", got=f"{len(admit.blocks)} blocks", allowed=f"{admit.computed} ids long", slot=slot
             )
-        self._check_blocks(admit.blocks, slot)
+        blocks = self._read_blocks(admit.blocks, slot)
         self._live += 1
         self.arrays.sampling[slot] = admit.sampling
         self.arrays.version[slot] += 1
@@ -224,8 +224,7 @@ class Batch:
         except RequestFault as fault:
             self._stopped[slot] = True
             self._rejected.append(Stopped(slot, "error", str(fault)))
-            for block in admit.blocks[cached:]:
-                self.hashes.forget(block)
+            self.hashes.forget_all(blocks[cached:])
             return
         parent = self._check_prefix(admit, ids, cached)
 
@@ -244,37 +243,35 @@ class Batch:
         self._stop_from[slot] = min(admit.prompt_len + admit.sampling.min_tokens, shape.max_len)
         for token in stop_ids:
             self._watched[token] += 1
-        self._users[admit.blocks[:cached]] += 1
-        self._put_in_table(slot, admit.blocks[:cached])
-        self._hand_out(slot, admit.blocks[cached:])
+        self._users[blocks[:cached]] += 1
+        self._put_in_table(slot, blocks[:cached])
+        self._hand_out(slot, blocks[cached:])
 
     def _extend(self, extend: Extend) -> None:
         slot = extend.slot
         self._check_live(slot)
-        self._check_blocks(extend.blocks, slot)
-        self._hand_out(slot, extend.blocks)
+        self._hand_out(slot, self._read_blocks(extend.blocks, slot))
 
     def _copy(self, op: KvOp) -> tuple[int, int]:
-        self._check_blocks([op.src, op.dst])
+        self._read_blocks([op.src, op.dst])
         if self._users[op.dst] > 1:
             raise FrameFault("block to copy into", got=f"{op.dst}, shared", allowed="one that nobody shares")
         self.hashes.forget(op.dst)
         return op.src, op.dst
 
-    def _hand_out(self, slot: int, blocks: list[int]) -> None:
+    def _hand_out(self, slot: int, blocks: I32) -> None:
         """Append blocks whose former content is given up, by the scheduler and so by us."""
-        for block in blocks:
-            self.hashes.forget(block)
+        self.hashes.forget_all(blocks)
         if self._stopped[slot]:
             return
         users = self._users[blocks]
         if users.any():
-            taken = blocks[int(users.argmax())]
+            taken = blocks[users.argmax()]
             raise FrameFault("block handed out", got=f"{taken}, in use", allowed="one not in use", slot=slot)
         self._users[blocks] = 1
         self._put_in_table(slot, blocks)
 
-    def _put_in_table(self, slot: int, blocks: list[int]) -> None:
+    def _put_in_table(self, slot: int, blocks: I32) -> None:
         before = int(self._tables[slot])
         after = before + len(blocks)
         if after > self.shape.max_blocks:
@@ -293,13 +290,14 @@ class Batch:
         if self.arrays.sampling[slot] is None:
             raise FrameFault("slot", got="free", allowed="one that holds a sequence", slot=slot)
 
-    def _check_blocks(self, blocks: list[int], slot: int | None = None) -> None:
+    def _read_blocks(self, blocks: list[int], slot: int | None = None) -> I32:
         total = self.shape.blocks_total
         if blocks and not 0 <= min(blocks) <= max(blocks) < total:
             wrong = next(block for block in blocks if not 0 <= block < total)
             raise FrameFault("block", got=wrong, allowed=f"0 to {total - 1}", slot=slot)
         if len(set(blocks)) != len(blocks):
             raise FrameFault("list of blocks", got="naming one twice", allowed="distinct blocks", slot=slot)
+        return np.array(blocks, np.int32)
 
     def _check_prefix(self, admit: Admit, ids: I32, cached: int) -> BlockHash:
         """Hash of the last cached block. A hit is a belief of the scheduler; what our blocks hold decides."""
@@ -353,17 +351,24 @@ class Batch:
         """Hash every block whose last token this step wrote."""
         size = self.shape.block_tokens
         full = computed // size
-        for row in (full > self._hashed[slots]).nonzero()[0].tolist():
-            slot = int(slots[row])
-            first, last = int(self._hashed[slot]), int(full[row])
-            packed = self.arrays.tokens[slot, first * size : last * size].tobytes()
-            parent = self._parent[slot]
-            for index, block in enumerate(self.arrays.block_table[slot, first:last].tolist()):
-                parent = extend_packed(parent, packed[4 * size * index : 4 * size * (index + 1)])
-                self.hashes.store(block, parent)
-                stored.append(Stored(block, parent))
-            self._parent[slot] = parent
-            self._hashed[slot] = last
+        rows = (full > self._hashed[slots]).nonzero()[0]
+        if not len(rows):
+            return
+        # One entry per block: its slot, and its place in the slot's table; in order within a slot.
+        first, last = self._hashed[slots[rows]], full[rows]
+        counts = last - first
+        slot_of = slots[rows].repeat(counts)
+        place = np.arange(len(slot_of)) - (counts.cumsum() - counts - first).repeat(counts)
+        self._hashed[slots[rows]] = last
+        positions = place[:, None] * size + np.arange(size)
+        packed = self.arrays.tokens[slot_of[:, None], positions].tobytes()
+        blocks = self.arrays.block_table[slot_of, place].tolist()
+        parents, start, width = self._parent, 0, 4 * size
+        for slot, block in zip(slot_of.tolist(), blocks, strict=True):
+            block_hash = parents[slot] = extend_packed(parents[slot], packed[start : start + width])
+            start += width
+            self.hashes.store(block, block_hash)
+            stored.append(Stored(block, block_hash))
 
     def _append(self, slots: I32, tokens: I32, result: StepResult) -> None:
         arrays = self.arrays
