@@ -1,4 +1,4 @@
-"""Drives an executor as the worker does, without one: slots, blocks and steps of several sequences.
+"""Drives an executor as the worker does: slots, blocks and steps of several sequences.
 
 Not a test: imported by the engine tests.
 """
@@ -23,7 +23,7 @@ class Run:
 
 
 class Driver:
-    """Runs prompts on an executor; blocks are handed out in a shuffled order, so tables are never contiguous."""
+    """Runs prompts on an executor; blocks are handed out in a shuffled order."""
 
     def __init__(self, executor: Any, max_slots: int = 32, seed: int = 0) -> None:
         info = executor.info
@@ -89,7 +89,7 @@ class Driver:
         stagger: int = 0,
         random_chunks: bool = False,
     ) -> list[Run]:
-        """Run every prompt to its max_tokens or a stop id, all in one batch; row i joins at step i × stagger."""
+        """Run every prompt to max_tokens or a stop id in one batch; row i joins at step i × stagger."""
         runs = [Run() for _ in prompts]
         for slot, (prompt, sampling) in enumerate(zip(prompts, samplings)):
             self.admit(slot, prompt, sampling)
@@ -139,7 +139,7 @@ def save_tiny(family: str, path: Path, seed: int = 0, **overrides: Any) -> Any:
     }
     sizes: dict[str, Any] = {
         "vocab_size": 199,
-        "hidden_size": 48,
+        "hidden_size": 96,
         "intermediate_size": 80,
         "num_hidden_layers": 3,
         "num_attention_heads": 6,

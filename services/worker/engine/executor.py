@@ -1,5 +1,6 @@
 """The engine as the worker sees it: `TorchExecutor` computes one step after the other."""
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from services.worker.engine.batch import RaggedBatch, build_batch, prompt_logpro
 from services.worker.engine.decoder import Decoder, TorchDecoder
 from services.worker.engine.device import Device
 from services.worker.engine.kvcache import KvCache, plan_kv
+from services.worker.engine.native.build import KernelsUnavailable
+from services.worker.engine.native.decoder import Kernels, NativeDecoder, why_not
 from services.worker.engine.sampler import NOT_FINITE, SampleRow, sample, top_logprobs
 from services.worker.engine.weights import ModelFolder
 from services.worker.step import (
@@ -20,6 +23,8 @@ from services.worker.step import (
     StepInput,
     StepOutput,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class TorchExecutor:
         device = Device(options.device, options.dtype)
         plan = plan_kv(config, options.kv_dtype, options.kv_bytes, options.block_tokens)
         self._kv = KvCache(config, plan, options.kv_dtype, device.torch)
-        self._decoder: Decoder = TorchDecoder(folder, device, self._kv)
+        self._decoder, reason = choose_decoder(folder, device, self._kv, options.kernels)
         fingerprint = folder.fingerprint(options.dtype, options.kv_dtype)
         folder.close()
         prefill, decode = measure_speed(self._decoder, self._kv, config.max_len, options.measure_s)
@@ -67,6 +72,8 @@ class TorchExecutor:
             "threads": str(torch.get_num_threads()),
             "block_bytes": str(plan.block_bytes),
         } | self._decoder.detail()
+        if reason:
+            detail["kernels_reason"] = reason
         self._info = ExecutorInfo(
             fingerprint=fingerprint,
             block_tokens=plan.block_tokens,
@@ -122,6 +129,30 @@ class TorchExecutor:
             blocks = batch.block_table[row]
             for block in blocks[blocks >= 0]:
                 self._kv.data[int(block)].nan_to_num_(0.0, 0.0, 0.0)
+
+
+def choose_decoder(
+    folder: ModelFolder, device: Device, kv: KvCache, kernels: str
+) -> tuple[Decoder, str | None]:
+    """The fastest decoder for this model here, and why it is not the native one (None if it is).
+
+    Raises `KernelsUnavailable` if `kernels` insists on native ones that cannot be had.
+    """
+    if kernels not in ("auto", "native", "torch"):
+        raise ValueError(f"--kernels {kernels}: choose auto, native or torch")
+    if kernels == "torch" or (device.torch.type != "cpu" and kernels == "auto"):
+        return TorchDecoder(
+            folder, device, kv
+        ), "torch was asked for" if kernels == "torch" else device.torch.type
+    try:
+        if reason := why_not(folder.config, kv):
+            raise KernelsUnavailable(reason)
+        return NativeDecoder(Kernels(), folder, device.weight_dtype == "float16", kv), None
+    except KernelsUnavailable as error:
+        if kernels == "native":
+            raise
+        log.warning("native kernels are not used, torch is slower: %s", error)
+        return TorchDecoder(folder, device, kv), str(error)
 
 
 def _sample_row(slots: SlotArrays, slot: int) -> SampleRow:

@@ -1,0 +1,94 @@
+"""The structs of `src/decoder.cpp` and `src/gemm.h`, field for field."""
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+
+Pointer = c_void_p
+
+
+class Matrix(Structure):
+    _fields_ = (("panels", Pointer), ("bias", Pointer), ("n", c_int64), ("k", c_int64))
+
+
+class Layer(Structure):
+    _fields_ = (
+        ("input_norm", Pointer),
+        ("q_norm", Pointer),
+        ("k_norm", Pointer),
+        ("post_norm", Pointer),
+        ("qkv", Matrix),
+        ("out", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("layers", c_int64),
+        ("block_tokens", c_int64),
+        ("half_weights", c_int64),
+        ("half_kv", c_int64),
+        ("eps", c_float),
+        ("cos", Pointer),
+        ("sin", Pointer),
+        ("layer", POINTER(Layer)),
+        ("embed", Matrix),
+        ("head", Matrix),
+        ("norm", Pointer),
+        ("kv", Pointer),
+        ("threads", c_int64),
+    )
+
+
+class Batch(Structure):
+    _fields_ = (
+        ("tokens", c_int64),
+        ("rows", c_int64),
+        ("table_width", c_int64),
+        ("logits", c_int64),
+        ("ids", Pointer),
+        ("positions", Pointer),
+        ("row_start", Pointer),
+        ("kv_len", Pointer),
+        ("table", Pointer),
+        ("write_block", Pointer),
+        ("write_offset", Pointer),
+        ("logit_tokens", Pointer),
+    )
+
+
+class Buffers(Structure):
+    _fields_ = (
+        ("x", Pointer),
+        ("normed", Pointer),
+        ("qkv", Pointer),
+        ("attended", Pointer),
+        ("act", Pointer),
+    )
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Tell ctypes the functions' parameter types."""
+    library.hortator_forward.argtypes = [POINTER(Model), POINTER(Batch), POINTER(Buffers), Pointer]
+    library.hortator_forward.restype = None
+    library.hortator_pack.argtypes = [Pointer, c_int64, c_int64, c_int64, Pointer]
+    library.hortator_pack.restype = None
+    library.hortator_multiply.argtypes = [
+        POINTER(Matrix),
+        c_int64,
+        c_int64,
+        Pointer,
+        Pointer,
+        c_int64,
+        c_int64,
+    ]
+    library.hortator_multiply.restype = None
+    library.hortator_scan.argtypes = [Pointer, c_int64, c_int64, c_int64, Pointer, Pointer, c_int64]
+    library.hortator_scan.restype = None
+    return library

@@ -1,0 +1,199 @@
+"""`Decoder` on the native kernels: packs the weights, keeps the buffers, makes one call per step."""
+
+import ctypes
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.config import ModelConfig
+from services.worker.engine.kvcache import KvCache
+from services.worker.engine.native import abi, build
+from services.worker.engine.rope import rope_tables
+from services.worker.engine.weights import LayerWeights, ModelFolder
+
+PANEL = 16
+_MAX_GROUP = 256
+
+
+class Kernels:
+    """The loaded library. Raises `KernelsUnavailable` when it cannot be had."""
+
+    def __init__(self) -> None:
+        self.library = abi.declare(build.load())
+
+    def pack(self, weight: torch.Tensor, half: bool, bias: torch.Tensor | None = None) -> "PackedMatrix":
+        """`weight` [n, k] float32, `bias` [n] or None, in the layout the kernels read."""
+        return PackedMatrix(self.library, weight, half, bias)
+
+    def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """(all finite, index of the first maximum) of each row of `values`."""
+        rows, size = values.shape
+        finite, best = np.empty(rows, np.bool_), np.empty(rows, np.int64)
+        stride = values.strides[0] // values.itemsize if rows > 1 else size
+        self.library.hortator_scan(
+            values.ctypes.data,
+            rows,
+            size,
+            stride,
+            finite.ctypes.data,
+            best.ctypes.data,
+            torch.get_num_threads(),
+        )
+        return finite, best
+
+
+class PackedMatrix:
+    """Owns the memory an `abi.Matrix` points to."""
+
+    def __init__(
+        self, library: ctypes.CDLL, weight: torch.Tensor, half: bool, bias: torch.Tensor | None = None
+    ) -> None:
+        n, k = weight.shape
+        padded = round_up(n)
+        weight = weight.contiguous()
+        self.half = half
+        self._library = library
+        self._panels = torch.empty(padded * k, dtype=torch.float16 if half else torch.float32)
+        self._bias = None if bias is None else torch.nn.functional.pad(bias, (0, padded - n)).contiguous()
+        library.hortator_pack(weight.data_ptr(), n, k, int(half), self._panels.data_ptr())
+        self.abi = abi.Matrix(self._panels.data_ptr(), _address(self._bias), n, k)
+
+    @property
+    def bytes(self) -> int:
+        return self._panels.nbytes
+
+    def multiply(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """x [m, k] · wᵀ as [m, n rounded up to 16]; added to `into`, of that shape, if given."""
+        m = len(x)
+        out = torch.empty(m, round_up(self.abi.n)) if into is None else into
+        self._library.hortator_multiply(
+            self.abi,
+            int(self.half),
+            m,
+            x.data_ptr(),
+            out.data_ptr(),
+            int(into is not None),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def round_up(n: int) -> int:
+    return -(-n // PANEL) * PANEL
+
+
+def why_not(config: ModelConfig, kv: KvCache) -> str | None:
+    """Why the native kernels cannot compute this model, or None."""
+    if config.hidden % PANEL or config.head_dim % PANEL:
+        return f"hidden size {config.hidden} and head size {config.head_dim} must be multiples of {PANEL}"
+    if kv.block_tokens & (kv.block_tokens - 1):
+        return f"block size {kv.block_tokens} is not a power of two"
+    if config.group > _MAX_GROUP:
+        return f"{config.group} query heads per KV head"
+    return None
+
+
+class NativeDecoder:
+    """`services.worker.engine.decoder.Decoder` in C++; weights float32 or 16 bit, arithmetic float32."""
+
+    def __init__(self, kernels: Kernels, folder: ModelFolder, half: bool, kv: KvCache) -> None:
+        c = self.config = folder.config
+        self._kernels, self._half, self._kv = kernels, half, kv
+        self._keep: list[object] = []
+        layers = (abi.Layer * c.layers)(*(self._layer(w) for w in folder.layers()))
+        embed = self._matrix(folder.tensor("model.embed_tokens.weight"))
+        head = embed if c.tied else self._matrix(folder.tensor("lm_head.weight"))
+        cos, sin = rope_tables(c)
+        self._model = abi.Model(
+            hidden=c.hidden,
+            intermediate=c.intermediate,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            layers=c.layers,
+            block_tokens=kv.block_tokens,
+            half_weights=int(half),
+            half_kv=int(kv.data.dtype == torch.float16),
+            eps=c.norm_eps,
+            cos=self._vector(cos),
+            sin=self._vector(sin),
+            layer=layers,
+            embed=embed,
+            head=head,
+            norm=self._vector(folder.tensor("model.norm.weight")),
+            kv=kv.data.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        self._room = 0
+        self._grow(64)
+
+    def detail(self) -> dict[str, str]:
+        return {"kernels": "native"}
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        if batch.size > self._room:
+            self._grow(batch.size)
+        wanted = len(batch.logit_tokens)
+        logits = torch.empty(wanted, round_up(self.config.vocab_size))
+        view = abi.Batch(
+            tokens=batch.size,
+            rows=batch.rows,
+            table_width=batch.block_table.shape[1],
+            logits=wanted,
+            ids=batch.tokens.ctypes.data,
+            positions=batch.positions.ctypes.data,
+            row_start=batch.row_start.ctypes.data,
+            kv_len=batch.kv_len.ctypes.data,
+            table=batch.block_table.ctypes.data,
+            write_block=batch.write_block.ctypes.data,
+            write_offset=batch.write_offset.ctypes.data,
+            logit_tokens=batch.logit_tokens.ctypes.data,
+        )
+        self._kernels.library.hortator_forward(self._model, view, self._buffers, logits.data_ptr())
+        return logits[:, : self.config.vocab_size]
+
+    def _layer(self, w: LayerWeights) -> abi.Layer:
+        return abi.Layer(
+            input_norm=self._vector(w.input_norm),
+            q_norm=self._vector(w.q_norm),
+            k_norm=self._vector(w.k_norm),
+            post_norm=self._vector(w.post_norm),
+            qkv=self._matrix(w.qkv, w.qkv_bias),
+            out=self._matrix(w.out, w.out_bias),
+            gate_up=self._matrix(interleave(w.gate_up)),
+            down=self._matrix(w.down),
+        )
+
+    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> abi.Matrix:
+        packed = self._kernels.pack(weight, self._half, bias)
+        self._keep.append(packed)
+        return packed.abi
+
+    def _vector(self, value: torch.Tensor | None) -> int | None:
+        if value is None:
+            return None
+        self._keep.append(value := value.contiguous())
+        return value.data_ptr()
+
+    def _grow(self, tokens: int) -> None:
+        """Make room for steps of `tokens` tokens; doubled, so that it happens a few times in a life."""
+        c = self.config
+        self._room = max(tokens, 2 * self._room)
+        widths = (c.hidden, c.hidden, c.q_size + 2 * c.kv_size, c.q_size, round_up(c.intermediate))
+        self._memory = [torch.empty(self._room, width) for width in widths]
+        self._buffers = abi.Buffers(*(m.data_ptr() for m in self._memory))
+
+
+def interleave(gate_up: torch.Tensor) -> torch.Tensor:
+    """Rows of gate then up → panels of 16 rows of gate and up in turn, each padded with zero rows."""
+    half, k = len(gate_up) // 2, gate_up.shape[1]
+    panels = round_up(half) // PANEL
+    both = torch.zeros(2, panels * PANEL, k)
+    both[0, :half], both[1, :half] = gate_up[:half], gate_up[half:]
+    return both.view(2, panels, PANEL, k).transpose(0, 1).reshape(-1, k)
+
+
+def _address(value: torch.Tensor | None) -> int | None:
+    return None if value is None else value.data_ptr()

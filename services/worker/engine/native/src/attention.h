@@ -1,0 +1,176 @@
+// Grouped-query attention over paged KV, read in place: decode tokens and prefill chunks by the same code.
+//
+// A sequence's KV is walked in units of 16 tokens from position 0, with a running maximum and sum per query;
+// every 512 tokens the state is folded into the total. A query's result depends on its own history only.
+#pragma once
+#include <cmath>
+#include <limits>
+
+#include "gemm.h"
+
+namespace hortator {
+
+constexpr int kUnit = 16;           // KV tokens per round; one panel of scores
+constexpr int kSegment = 512;       // KV tokens per fold
+constexpr int kQueryTokens = 16;    // chunk tokens per task
+constexpr int kMaxQueries = 256;    // kQueryTokens × query heads per KV head, at most
+
+// Paged KV [block, layer, 2, kv_head, token, head_dim] of one layer.
+struct Pages {
+    void* data;
+    int64_t block_step;  // elements from block to block
+    int64_t layer_at;    // element where the layer begins in a block
+    int64_t kv_heads, block_tokens, head_dim;
+
+    template <class T>
+    T* at(int64_t block, int which, int64_t head, int64_t token) const {
+        return static_cast<T*>(data) + block * block_step + layer_at +
+               ((which * kv_heads + head) * block_tokens + token) * head_dim;
+    }
+};
+
+// State of the queries of one task.
+struct Running {
+    float* out;   // [queries, dim]
+    float* most;  // [queries] largest score so far
+    float* mass;  // [queries] sum of exp(score - most)
+
+    void clear(int64_t queries, int64_t dim) const {
+        std::fill_n(out, queries * dim, 0.0f);
+        std::fill_n(most, queries, -std::numeric_limits<float>::infinity());
+        std::fill_n(mass, queries, 0.0f);
+    }
+};
+
+inline void scale(float* values, int64_t count, float by) {
+    const Vec factor = splat(by);
+    for (int64_t i = 0; i < count; i += kLanes) store(values + i, _mm256_mul_ps(load(values + i), factor));
+}
+
+// total += part, both relative to their own maximum.
+inline void fold(const Running& total, const Running& part, int64_t queries, int64_t dim) {
+    for (int64_t q = 0; q < queries; q++) {
+        if (!(part.mass[q] > 0.0f) && part.mass[q] == part.mass[q]) continue;  // nothing visible; NaN goes on
+        const float most = std::max(total.most[q], part.most[q]);
+        const float keep = std::exp(total.most[q] - most), add = std::exp(part.most[q] - most);
+        total.mass[q] = total.mass[q] * keep + part.mass[q] * add;
+        for (int64_t i = 0; i < dim; i += kLanes) {
+            const Vec kept = _mm256_mul_ps(load(total.out + q * dim + i), splat(keep));
+            store(total.out + q * dim + i, fma(load(part.out + q * dim + i), splat(add), kept));
+        }
+        total.most[q] = most;
+    }
+}
+
+// keys [16 tokens, dim] from blocks of a table → columns [dim][16]; the last valid one also stands for those behind it,
+// whose scores are masked.
+template <class T>
+inline void transpose_keys(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid,
+                           float* columns) {
+    for (int64_t half = 0; half < kUnit; half += 8) {
+        const T* rows[8];
+        for (int64_t t = 0; t < 8; t++) {
+            const int64_t token = start + std::min(half + t, valid - 1);
+            rows[t] = pages.at<T>(table[token / pages.block_tokens], 0, head, token % pages.block_tokens);
+        }
+        for (int64_t d = 0; d < pages.head_dim; d += 8) {
+            Vec v[8];
+            for (int t = 0; t < 8; t++) v[t] = load(rows[t] + d);
+            transpose8(v);
+            for (int i = 0; i < 8; i++) store(columns + (d + i) * kUnit + half, v[i]);
+        }
+    }
+}
+
+// Turn scores [queries, 16] into weights, and bring `state` to the new maxima. Query q belongs to token
+// q / group of the chunk and sees positions up to first_position + q / group.
+inline void weigh(float* scores, const Running& state, int64_t queries, int64_t group, int64_t dim, int64_t start,
+                  int64_t first_position) {
+    const float nothing = -std::numeric_limits<float>::infinity();
+    for (int64_t q = 0; q < queries; q++) {
+        float* row = scores + q * kUnit;
+        const int64_t visible = first_position + q / group + 1 - start;
+        if (visible <= 0) {
+            std::fill_n(row, kUnit, 0.0f);
+            continue;
+        }
+        for (int64_t t = visible; t < kUnit; t++) row[t] = nothing;
+        const Vec left = load(row), right = load(row + kLanes);
+        const float most = std::max(state.most[q], largest(_mm256_max_ps(left, right)));
+        const Vec base = splat(most);
+        const Vec a = exp(_mm256_sub_ps(left, base)), b = exp(_mm256_sub_ps(right, base));
+        store(row, a);
+        store(row + kLanes, b);
+        if (most > state.most[q]) {
+            const float keep = _mm256_cvtss_f32(exp(splat(state.most[q] - most)));
+            state.mass[q] *= keep;
+            scale(state.out + q * dim, dim, keep);
+            state.most[q] = most;
+        }
+        state.mass[q] += sum(_mm256_add_ps(a, b));
+    }
+}
+
+// out [queries, dim] += weights [queries, 16] · values of tokens [start, start + valid).
+template <class T>
+inline void gather_values(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid,
+                          const float* weights, int64_t queries, float* out) {
+    const int64_t run = std::min<int64_t>(kUnit, pages.block_tokens), dim = pages.head_dim;
+    for (int64_t t = 0; t < valid; t += run) {
+        const int64_t token = start + t;
+        const T* values = pages.at<T>(table[token / pages.block_tokens], 1, head, token % pages.block_tokens);
+        for (int64_t d = 0; d < dim; d += kPanel) {
+            strip(queries, std::min(run, valid - t), weights + t, kUnit, values + d, dim, out + d, dim, Into::kAdd,
+                  nullptr);
+        }
+    }
+}
+
+// Scratch of one thread for tasks of up to `queries` queries.
+struct AttentionScratch {
+    float *scaled, *scores, *columns;
+    Running total, part;
+    static int64_t floats(int64_t queries, int64_t dim) {
+        return queries * (3 * dim + kUnit + 4) + dim * kUnit + 64;
+    }
+    AttentionScratch(float* memory, int64_t queries, int64_t dim) {
+        auto take = [&](int64_t count) { return (memory += count) - count; };
+        columns = take(dim * kUnit);
+        scores = take(queries * kUnit);
+        scaled = take(queries * dim);
+        total = {take(queries * dim), take(queries), take(queries)};
+        part = {take(queries * dim), take(queries), take(queries)};
+    }
+};
+
+// Attention of `tokens` consecutive tokens at positions from `first_position`, the query heads of one KV head.
+// q and out [tokens, ld] point at the first of these heads.
+template <class T>
+void attend(const Pages& pages, const int32_t* table, int64_t head, int64_t group, int64_t first_position,
+            int64_t tokens, const float* q, int64_t ldq, float* out, int64_t ldo, const AttentionScratch& s) {
+    const int64_t dim = pages.head_dim, queries = tokens * group, length = first_position + tokens;
+    const Vec factor = splat(1.0f / std::sqrt(float(dim)));
+    for (int64_t i = 0; i < queries; i++) {
+        const float* from = q + i / group * ldq + i % group * dim;
+        for (int64_t d = 0; d < dim; d += kLanes) store(s.scaled + i * dim + d, _mm256_mul_ps(load(from + d), factor));
+    }
+    s.total.clear(queries, dim);
+    for (int64_t segment = 0; segment < length; segment += kSegment) {
+        s.part.clear(queries, dim);
+        for (int64_t start = segment; start < std::min<int64_t>(segment + kSegment, length); start += kUnit) {
+            const int64_t valid = std::min<int64_t>(kUnit, length - start);
+            transpose_keys<T>(pages, table, head, start, valid, s.columns);
+            strip(queries, dim, s.scaled, dim, s.columns, kUnit, s.scores, kUnit, Into::kStore, nullptr);
+            weigh(s.scores, s.part, queries, group, dim, start, first_position);
+            gather_values<T>(pages, table, head, start, valid, s.scores, queries, s.part.out);
+        }
+        fold(s.total, s.part, queries, dim);
+    }
+    for (int64_t i = 0; i < queries; i++) {
+        const Vec share = splat(1.0f / s.total.mass[i]);
+        float* to = out + i / group * ldo + i % group * dim;
+        for (int64_t d = 0; d < dim; d += kLanes) store(to + d, _mm256_mul_ps(load(s.total.out + i * dim + d), share));
+    }
+}
+
+}  // namespace hortator
