@@ -1,20 +1,16 @@
 """A mock worker on a bus in memory, spoken to frame by frame as a scheduler would (docs/protocol.md §3)."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 
-from services.worker.executors import make_runner
-from services.worker.runner import Runner
-from services.worker.service import EngineFailed, Identity, WorkerService
+from services.worker.service import EngineFailed
 from services.worker.settings import WorkerSettings
 from shared import subjects
 from shared.blocks import chain, root_hash
-from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.bus.memory import MemoryBus
 from shared.ids import BlockHash
 from shared.wire import (
     Admit,
@@ -35,51 +31,16 @@ from shared.wire import (
     Work,
 )
 from tests.support.fake_scheduler import FakeScheduler
+from tests.support.running_worker import Worker, running
 
 MOCK = WorkerSettings(
     instance="w0", model="m", mock=True, max_len=256, mock_vocab=1000, mock_blocks=64, max_slots=8
 )
 
 
-@dataclass
-class Worker:
-    broker: MemoryBroker
-    service: WorkerService
-    runner: Runner
-    registry: CollectorRegistry
-    stopping: asyncio.Event
-    task: asyncio.Task[None]
-
-    def scheduler(self, **options: object) -> FakeScheduler:
-        return FakeScheduler(self.broker.connect(), "w0", **options)  # type: ignore[arg-type]
-
-    async def stop(self) -> None:
-        self.stopping.set()
-        await self.task
-
-
-@contextlib.asynccontextmanager
-async def running(settings: WorkerSettings = MOCK, born: int = 1000) -> AsyncIterator[Worker]:
-    broker = MemoryBroker()
-    registry = CollectorRegistry()
-    runner = make_runner(settings)
-    identity = Identity("w0", settings.model, born, settings.slots, settings.max_step_tokens)
-    service = WorkerService(broker.connect(), runner, identity, registry)
-    stopping = asyncio.Event()
-    task = asyncio.ensure_future(service.run(stopping))
-    await asyncio.wait_for(service.ready.wait(), 5)
-    worker = Worker(broker, service, runner, registry, stopping, task)
-    try:
-        yield worker
-    finally:
-        stopping.set()
-        with contextlib.suppress(EngineFailed):
-            await task
-
-
 @pytest.fixture
 async def worker() -> AsyncIterator[Worker]:
-    async with running() as worker:
+    async with running(MOCK) as worker:
         yield worker
 
 
