@@ -34,6 +34,7 @@ SUBSCRIBERS: dict[Delivery, tuple[Role, ...]] = {
     Delivery.CLIENT: ("gateway",),
     Delivery.SCHEDULER: ("scheduler",),
     Delivery.QUEUE: ("kvstore",),
+    Delivery.KVSTORE: ("kvstore",),
     Delivery.ALL: ("gateway", "scheduler", "worker", "kvstore"),
 }
 

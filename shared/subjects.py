@@ -34,6 +34,7 @@ class Delivery(Enum):
     CLIENT = "exactly one: the client named in the subject"
     SCHEDULER = "the leading scheduler, for instances it owns"
     QUEUE = "one member of the service's queue group"
+    KVSTORE = "every kvstore process; one of them writes"
     ALL = "everyone who cares"
 
 
@@ -96,7 +97,7 @@ RESYNC = Subject("hortator.v1.resync.{instance}", FromInstance, Delivery.SCHEDUL
 INSTANCE = Subject(
     "hortator.v1.instance.{instance}.{verb}", ToInstance, Delivery.RANK_ZERO, reply=Claimed | Beat
 )
-KV_EVENTS = Subject("hortator.v1.kv.events.{instance}", KvEvents, Delivery.QUEUE)
+KV_EVENTS = Subject("hortator.v1.kv.events.{instance}", KvEvents, Delivery.KVSTORE)
 KV_RESTATE = Subject("hortator.v1.kv.restate.{instance}", Restate, Delivery.RANK_ZERO)
 BEACON = Subject("hortator.v1.scheduler.beacon", Beacon, Delivery.ALL)
 

@@ -90,6 +90,10 @@ class MemoryStore:
         self._reach()
         self._tables[model] = self._table(model).retire(instance)
 
+    async def index_instances(self, model: str) -> set[str]:
+        self._reach()
+        return set(self._table(model).live)
+
     async def index_add(self, model: str, number: int, hashes: Sequence[bytes]) -> bool:
         self._reach()
         if number not in self._table(model).owners():

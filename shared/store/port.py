@@ -84,9 +84,12 @@ class Store(Protocol):
     async def index_retire(self, model: str, instance: str) -> None:
         """Forget the instance at once. Idempotent."""
 
+    async def index_instances(self, model: str) -> set[str]:
+        """Instances that have a row."""
+
     async def index_add(self, model: str, number: int, hashes: Sequence[bytes]) -> bool:
         """False, and nothing is kept, when `number` is not in use (any more): the store was flushed, or
-        the number retired. The caller then begins anew."""
+        the number retired. The caller then begins anew. No hashes: only asks whether it is in use."""
 
     async def index_remove(self, model: str, number: int, hashes: Sequence[bytes]) -> bool: ...
 

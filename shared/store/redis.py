@@ -129,6 +129,10 @@ class RedisStore:
     async def index_retire(self, model: str, instance: str) -> None:
         await self._change_table(model, lambda table: table.retire(instance))
 
+    async def index_instances(self, model: str) -> set[str]:
+        with self._reach():
+            return set(decode_table(await self._client.get(keys.index(model))).live)
+
     async def index_add(self, model: str, number: int, hashes: Sequence[bytes]) -> bool:
         return await self._write_blocks(self._add, model, hashes, [number, keys.BLOCK_TTL_S])
 
@@ -179,7 +183,7 @@ class RedisStore:
     async def _write_blocks(self, script: Any, model: str, hashes: Sequence[bytes], args: list[int]) -> bool:
         prefix, live = keys.block_prefix(model), keys.live(model)
         with self._reach():
-            for start in range(0, len(hashes), WRITE_SLICE):
+            for start in range(0, max(1, len(hashes)), WRITE_SLICE):
                 blocks = [prefix + h[: keys.HASH_BYTES] for h in hashes[start : start + WRITE_SLICE]]
                 if not await script(keys=[live, *blocks], args=args):
                     return False

@@ -167,8 +167,10 @@ async def test_a_number_is_given_anew_only_after_a_sweep_that_began_after_it_ret
 ) -> None:
     old = await store.index_begin(model, "dead", 1)
     await store.index_add(model, old, CHAIN[:700])
+    assert await store.index_instances(model) == {"dead"}
     await store.index_retire(model, "dead")
     await store.index_retire(model, "dead")
+    assert await store.index_instances(model) == set()
     kept = await store.index_begin(model, "w0", 1)
     await store.index_add(model, kept, CHAIN[:600])
     assert kept != old
