@@ -11,7 +11,8 @@ from services.worker.compute import Compute
 from services.worker.mock import MockCosts, MockExecutor
 from services.worker.runner import InlineRunner, Runner, ThreadRunner
 from services.worker.settings import WorkerSettings, parse_bytes
-from services.worker.slots import Batch, BatchShape
+from services.worker.shape import BatchShape
+from services.worker.slots import Batch
 from services.worker.step import Executor, ExecutorInfo
 from shared.runtime.settings import SettingsError
 

@@ -23,8 +23,7 @@ from services.worker.step import (
 U64 = NDArray[np.uint64]
 
 _POSITION, _LAST = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
-_SHIFT_1, _SHIFT_2, _HALF = np.uint64(30), np.uint64(27), np.uint64(32)
-_FACTOR_1, _FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FACTOR, _TOP = np.uint64(0xBF58476D1CE4E5B9), np.uint64(40)
 
 CHOSEN_LOGPROB = -0.5
 """Made up, and the same everywhere."""
@@ -71,7 +70,8 @@ class MockExecutor:
         position = step.starts + step.counts
         last = slots.tokens[rows, position - 1]
         output = StepOutput(self._draw(self._key[rows], position.astype(np.uint64), last.astype(np.uint64)))
-        output.tokens[~step.samples] = -1
+        if not step.samples.all():
+            output.tokens[~step.samples] = -1
         if not self._plain[rows].all():
             self._add_logprobs(step, slots, output)
         return output
@@ -87,11 +87,12 @@ class MockExecutor:
             self._version[slot] = slots.version[slot]
             self._plain[slot] = sampling.logprobs is None and sampling.prompt_logprobs is None
             choice = int(slots.choice[slot])
-            self._key[slot] = (sampling.seed * 0x9E3779B97F4A7C15 + choice * 0xD1B54A32D192ED03) % 2**64
+            self._key[slot] = _mix(sampling.seed * 0x9E3779B97F4A7C15 + choice * 0xD1B54A32D192ED03)
 
     def _draw(self, key: U64, position: U64, last: U64) -> I32:
-        mixed = _mix(key ^ (position * _POSITION ^ last * _LAST))
-        return ((mixed >> _HALF) % self._span + self._first).astype(np.int32)
+        # Multiplicative hashing, modulo 2^64: the top bits depend on every bit below.
+        mixed = ((position * _POSITION + last * _LAST) ^ key) * _FACTOR
+        return ((mixed >> _TOP) % self._span + self._first).astype(np.int32)
 
     def _add_logprobs(self, step: StepInput, slots: SlotArrays, output: StepOutput) -> None:
         for row in np.flatnonzero(~self._plain[step.slots]).tolist():
@@ -121,7 +122,9 @@ def token_range(vocab_size: int) -> tuple[int, int]:
     return first, max(1, vocab_size // 2 - first)
 
 
-def _mix(value: U64) -> U64:
-    """SplitMix64's finaliser (Steele, Lea and Flood, 2014) without its last shift; wraps modulo 2^64."""
-    value = (value ^ (value >> _SHIFT_1)) * _FACTOR_1
-    return (value ^ (value >> _SHIFT_2)) * _FACTOR_2
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
+    value %= 2**64
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)

@@ -16,7 +16,9 @@ import numpy as np
 
 from services.worker.faults import FrameFault, RequestFault, check_sampling, length_limit, read_ids
 from services.worker.hashes import BlockHashes
+from services.worker.shape import BatchShape
 from services.worker.step import I32, SlotArrays, StepInput, StepOutput
+from services.worker.tables import BlockTables
 from shared.blocks import extend_packed, root_hash
 from shared.ids import BlockHash
 from shared.wire import Admit, Extend, KvOp, SlotLogprobs, SlotPromptLogprobs, Step, Stopped, Stored
@@ -28,22 +30,6 @@ ROOTS_KEPT = 1024
 """Root hashes cached by salt; salts come from outside, so their number has a bound."""
 
 StopReason = Literal["stop", "length", "error"]
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """Bounds of an instance's batch."""
-
-    max_slots: int
-    max_len: int
-    block_tokens: int
-    blocks_total: int
-    vocab_size: int
-
-    @property
-    def max_blocks(self) -> int:
-        """Blocks of the longest sequence."""
-        return -(-self.max_len // self.block_tokens)
 
 
 @dataclass
@@ -71,10 +57,11 @@ class Batch:
         self.hashes = BlockHashes(shape.blocks_total)
         self._fingerprint = fingerprint
         self._roots: dict[str, BlockHash] = {}
+        self._tables = BlockTables(shape)
         slots = shape.max_slots
         self.arrays = SlotArrays(
             tokens=np.zeros((slots, shape.max_len), np.int32),
-            block_table=np.full((slots, shape.max_blocks), -1, np.int32),
+            block_table=self._tables.rows,
             computed=np.zeros(slots, np.int32),
             known=np.zeros(slots, np.int32),
             prompt_len=np.zeros(slots, np.int32),
@@ -85,10 +72,6 @@ class Batch:
         self._decoding = np.zeros(slots, np.bool_)
         # live, not stopped, and all but the last known id computed
         self._stopped = np.zeros(slots, np.bool_)
-        self._tables = np.zeros(slots, np.int32)
-        # blocks in the slot's table
-        self._users = np.zeros(shape.blocks_total, np.int32)
-        # tables of running slots that hold the block
         self._limit = np.zeros(slots, np.int32)
         # the sequence ends when it has this many ids
         self._hashed = np.zeros(slots, np.int32)
@@ -115,8 +98,8 @@ class Batch:
         """A new session, or a frame that failed half-way: every slot is free; hashed blocks stay."""
         arrays = self.arrays
         arrays.sampling[:] = [None] * self.shape.max_slots
-        arrays.block_table.fill(-1)
-        for counters in (arrays.known, arrays.computed, self._tables, self._users, self._watched):
+        self._tables.reset()
+        for counters in (arrays.known, arrays.computed, self._watched):
             counters.fill(0)
         for flags in (self._decoding, self._stopped):
             flags.fill(False)
@@ -135,7 +118,7 @@ class Batch:
         slots = self._decoding.nonzero()[0].astype(np.int32)
         rows = len(slots)
         step = StepInput(slots, self.arrays.computed[slots], self._ones[:rows], self._trues[:rows])
-        self._check_room(step)
+        self._tables.check_room(step)
         return step
 
     def commit(self, step: StepInput, output: StepOutput) -> StepResult:
@@ -193,7 +176,7 @@ class Batch:
         starts = self.arrays.computed[slots]
         counts = counts[slots]
         step = StepInput(slots, starts, counts, starts + counts == self.arrays.known[slots], copies)
-        self._check_room(step)
+        self._tables.check_room(step)
         return step
 
     def _admit(self, admit: Admit) -> None:
@@ -213,7 +196,7 @@ class Batch:
             raise FrameFault(
                 "table", got=f"{len(admit.blocks)} blocks", allowed=f"{admit.computed} ids long", slot=slot
             )
-        blocks = self._read_blocks(admit.blocks, slot)
+        blocks = self._tables.read(admit.blocks, slot)
         self._live += 1
         self.arrays.sampling[slot] = admit.sampling
         self.arrays.version[slot] += 1
@@ -240,46 +223,28 @@ class Batch:
         self._parent[slot] = parent
         stop_ids = frozenset(admit.sampling.stop_token_ids)
         self._stop_ids[slot] = stop_ids
-        self._stop_from[slot] = min(admit.prompt_len + admit.sampling.min_tokens, shape.max_len)
+        self._stop_from[slot] = min(admit.prompt_len + max(0, admit.sampling.min_tokens), shape.max_len)
         for token in stop_ids:
             self._watched[token] += 1
-        self._users[blocks[:cached]] += 1
-        self._put_in_table(slot, blocks[:cached])
+        self._tables.share(slot, blocks[:cached])
         self._hand_out(slot, blocks[cached:])
 
     def _extend(self, extend: Extend) -> None:
         slot = extend.slot
         self._check_live(slot)
-        self._hand_out(slot, self._read_blocks(extend.blocks, slot))
+        self._hand_out(slot, self._tables.read(extend.blocks, slot))
 
     def _copy(self, op: KvOp) -> tuple[int, int]:
-        self._read_blocks([op.src, op.dst])
-        if self._users[op.dst] > 1:
-            raise FrameFault("block to copy into", got=f"{op.dst}, shared", allowed="one that nobody shares")
+        self._tables.read([op.src, op.dst])
+        self._tables.check_writable(op.dst)
         self.hashes.forget(op.dst)
         return op.src, op.dst
 
     def _hand_out(self, slot: int, blocks: I32) -> None:
         """Append blocks whose former content is given up, by the scheduler and so by us."""
         self.hashes.forget_all(blocks)
-        if self._stopped[slot]:
-            return
-        users = self._users[blocks]
-        if users.any():
-            taken = blocks[users.argmax()]
-            raise FrameFault("block handed out", got=f"{taken}, in use", allowed="one not in use", slot=slot)
-        self._users[blocks] = 1
-        self._put_in_table(slot, blocks)
-
-    def _put_in_table(self, slot: int, blocks: I32) -> None:
-        before = int(self._tables[slot])
-        after = before + len(blocks)
-        if after > self.shape.max_blocks:
-            raise FrameFault(
-                "table", got=f"{after} blocks", allowed=f"up to {self.shape.max_blocks}", slot=slot
-            )
-        self.arrays.block_table[slot, before:after] = blocks
-        self._tables[slot] = after
+        if not self._stopped[slot]:
+            self._tables.hand_out(slot, blocks)
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.shape.max_slots:
@@ -289,15 +254,6 @@ class Batch:
         self._check_slot(slot)
         if self.arrays.sampling[slot] is None:
             raise FrameFault("slot", got="free", allowed="one that holds a sequence", slot=slot)
-
-    def _read_blocks(self, blocks: list[int], slot: int | None = None) -> I32:
-        total = self.shape.blocks_total
-        if blocks and not 0 <= min(blocks) <= max(blocks) < total:
-            wrong = next(block for block in blocks if not 0 <= block < total)
-            raise FrameFault("block", got=wrong, allowed=f"0 to {total - 1}", slot=slot)
-        if len(set(blocks)) != len(blocks):
-            raise FrameFault("list of blocks", got="naming one twice", allowed="distinct blocks", slot=slot)
-        return np.array(blocks, np.int32)
 
     def _check_prefix(self, admit: Admit, ids: I32, cached: int) -> BlockHash:
         """Hash of the last cached block. A hit is a belief of the scheduler; what our blocks hold decides."""
@@ -317,17 +273,6 @@ class Batch:
                     slot=admit.slot,
                 )
         return parent
-
-    def _check_room(self, step: StepInput) -> None:
-        short = step.starts + step.counts > self._tables[step.slots] * self.shape.block_tokens
-        if short.any():
-            slot = int(step.slots[short.argmax()])
-            raise FrameFault(
-                "table",
-                got=f"{self._tables[slot]} blocks",
-                allowed=f"room for position {self.arrays.computed[slot]} and what else is computed",
-                slot=slot,
-            )
 
     # Results.
 
@@ -391,20 +336,16 @@ class Batch:
     def _stop(self, slot: int, result: StepResult, reason: StopReason, detail: str = "") -> None:
         self._stopped[slot] = True
         self._decoding[slot] = False
-        self._leave_blocks(slot)
+        self._tables.leave(slot)
         result.stopped.append(Stopped(slot, reason, detail))
-
-    def _leave_blocks(self, slot: int) -> None:
-        self._users[self.arrays.block_table[slot, : self._tables[slot]]] -= 1
 
     def _free(self, slot: int) -> None:
         if not self._stopped[slot]:
-            self._leave_blocks(slot)
+            self._tables.leave(slot)
         for token in self._stop_ids[slot]:
             self._watched[token] -= 1
         self._stop_ids[slot] = frozenset()
-        self.arrays.block_table[slot, : self._tables[slot]] = -1
-        self._tables[slot] = 0
+        self._tables.clear(slot)
         self.arrays.known[slot] = self.arrays.computed[slot] = 0
         self.arrays.sampling[slot] = None
         self._decoding[slot] = self._stopped[slot] = False

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from services.worker.faults import FrameFault
 from services.worker.mock import MockCosts, MockExecutor, token_range
-from services.worker.slots import Batch, BatchShape
+from services.worker.shape import BatchShape
+from services.worker.slots import Batch
 from services.worker.step import ExecutorInfo, StepInput, StepOutput
 from shared.blocks import chain, root_hash
 from shared.wire import Admit, Extend, KvOp, Sampling, Step, Stopped, Work
@@ -245,7 +246,10 @@ def run(batch: Batch, executor: MockExecutor, step: Step) -> list[int]:
         ({"admit": [admission(2, computed=5, blocks=(5,))]}, "table is 1 blocks"),
         ({"admit": [admission(2, computed=4, blocks=(5, 6))]}, "holds something else"),
         ({"admit": [admission(2, ids=0, blocks=(5,))]}, "prompt_len is 0"),
-        ({"admit": [admission(2, blocks=(5,))], "work": [Work(2, 6)]}, "slot 2: table is 1 blocks"),
+        (
+            {"admit": [admission(2, blocks=(5,))], "work": [Work(2, 6)]},
+            "slot 2: table is 1 blocks, allowed is 6 ids long",
+        ),
         ({"work": [Work(9, 1)]}, "slot is 9"),
         ({"work": [Work(2, 1)]}, "slot 2: slot is free"),
         ({"work": [Work(1, 6)]}, "count of work is 6, allowed is 0 to 5"),
