@@ -16,6 +16,8 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from shared.runtime.http_limits import LimitedHttpProtocol
+
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
@@ -69,7 +71,8 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
+            http=LimitedHttpProtocol,
+            proxy_headers=False,
             ws="none",
             lifespan="off",
             log_config=None,

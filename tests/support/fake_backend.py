@@ -144,7 +144,7 @@ class FakeBackend:
     async def _beacons(self) -> None:
         while True:
             if not self.silent:
-                clients = {client: seq for client, seq in self._next.items()}
+                clients = dict(self._next)
                 beacon = Beacon(model=self.model, epoch=self.epoch, owner=self.owner, clients=clients)
                 await self.bus.publish(BEACON.at(), beacon)
             await asyncio.sleep(0.1)

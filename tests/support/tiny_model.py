@@ -1,4 +1,4 @@
-"""A model folder with a real but tiny byte-level tokenizer and SmolLM2's chat template; made in milliseconds."""
+"""A model folder with a real but tiny byte-level tokenizer and SmolLM2's chat template."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,8 @@ EOS = 2
 CONTEXT = 512
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, "
+    "trained by Hugging Face<|im_end|>\n' }}"
     "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
