@@ -7,7 +7,7 @@ role, except workers: each instance has its own user, which reaches its own subj
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.subjects import TABLE, Delivery, Subject, service_status
+from shared.subjects import EVERY_SERVICE_STATUS, TABLE, Delivery, Subject, service_status
 
 Role = Literal["gateway", "scheduler", "worker", "kvstore", "operator"]
 
@@ -62,7 +62,7 @@ def permissions(role: Role, user: str, instance: str = "") -> Permissions:
     publish = [subject(row) for name, row in TABLE.items() if role in PUBLISHERS[name]]
     subscribe = [subject(row) for row in TABLE.values() if role in SUBSCRIBERS[row.delivery]]
     if role == "operator":
-        publish += ["$SRV.>", "hortator.v1.service.*.*"]
+        publish += ["$SRV.>", EVERY_SERVICE_STATUS]
         subscribe = ["hortator.>"]
     else:
         # The endpoint that service discovery announces.

@@ -87,6 +87,9 @@ def service_status(service: str, instance: str) -> str:
     return f"hortator.v1.service.{subject_token(service)}.{subject_token(instance)}"
 
 
+EVERY_SERVICE_STATUS = "hortator.v1.service.*.*"
+"""Wildcard over `service_status`, for whoever may ask any service."""
+
 SUBMIT = Subject("hortator.v1.submit.{model}", Submit, Delivery.LEADER)
 CANCEL = Subject("hortator.v1.cancel.{model}", Cancel, Delivery.LEADER)
 TOKENS = Subject("hortator.v1.tokens.{client}", Tokens, Delivery.CLIENT)
