@@ -26,6 +26,7 @@ from services.scheduler.events import (
     Note,
     SendBeacon,
     SendStep,
+    SendTokens,
     Stop,
     Tick,
     Turn,
@@ -100,10 +101,16 @@ class Core:
 
     def handle(self, event: Any, now: float) -> list[Effect]:
         """Take one event in. `now` is monotonic, in seconds."""
+        leadership = self.leadership
+        if leadership.woke(now):
+            self._wake(now)
         self._handlers[type(event)](event, now)
         effects = self._effects
         if effects:
             self._effects = []
+            if now < leadership.listening_until:
+                # What is dropped here is resent by the protocol, if we still lead by then.
+                effects = [effect for effect in effects if type(effect) not in (SendStep, SendTokens)]
         return effects
 
     # Clients
@@ -230,7 +237,6 @@ class Core:
 
     def _tick(self, event: Tick, now: float) -> None:
         leadership = self.leadership
-        self._wake(now)
         leadership.last_tick = now
         if not self.connected:
             return
@@ -253,19 +259,16 @@ class Core:
 
     def _wake(self, now: float) -> None:
         """G4: after a pause of our own, beacon first and listen before anything else is sent."""
-        if not self.leadership.woke(now):
-            return
+        leadership = self.leadership
+        self._effects.append(Note("woke_up", {"after_s": round(now - leadership.last_tick, 3)}))
+        leadership.last_tick = now
         self._forgive(now)
         if self.leads:
-            self.leadership.listening_until = now + self.rules.leadership.settle_s
-            self._effects.append(Note("woke_up", {"after_s": now - self.leadership.last_tick}))
+            leadership.listening_until = now + self.rules.leadership.settle_s
             self._beat_drum(now)
 
     def _turn(self, event: Turn, now: float) -> None:
         if not self.leads or now < self.leadership.listening_until:
-            return
-        if self.leadership.woke(now):
-            # The tick that will notice the pause has not run yet: say nothing before it.
             return
         effects = self._effects
         rules = self.rules.budget
