@@ -112,9 +112,10 @@ class Batch:
 
         Raises `FrameFault`; the batch must be reset then. Nothing is computed before all of it is checked.
         """
-        self._steady = not (frame.admit or frame.work or frame.blocks or frame.release or frame.kv_ops)
+        self._steady = not (frame.admit or frame.work or frame.release or frame.kv_ops)
         if not self._steady:
             return self._apply_changes(frame)
+        self._extend_all(frame.blocks)
         slots = self._decoding.nonzero()[0].astype(np.int32)
         rows = len(slots)
         step = StepInput(slots, self.arrays.computed[slots], self._ones[:rows], self._trues[:rows])
@@ -155,8 +156,7 @@ class Batch:
             self._free(slot)
         for admit in frame.admit:
             self._admit(admit)
-        for extend in frame.blocks:
-            self._extend(extend)
+        self._extend_all(frame.blocks)
         copies = [self._copy(op) for op in frame.kv_ops]
 
         counts = self._decoding.astype(np.int32)
@@ -228,6 +228,29 @@ class Batch:
             self._watched[token] += 1
         self._tables.share(slot, blocks[:cached])
         self._hand_out(slot, blocks[cached:])
+
+    def _extend_all(self, extends: list[Extend]) -> None:
+        if not extends or (len(extends) > 2 and self._extend_by_one(extends)):
+            return
+        for extend in extends:
+            self._extend(extend)
+
+    def _extend_by_one(self, extends: list[Extend]) -> bool:
+        """What most frames bring, one block for some decoding slots; False: look at each, nothing is done."""
+        slots = [extend.slot for extend in extends]
+        blocks = [block for extend in extends for block in extend.blocks]
+        sizes = {len(extend.blocks) for extend in extends}
+        if sizes != {1} or len(set(slots)) != len(slots) or len(set(blocks)) != len(blocks):
+            return False
+        if min(slots) < 0 or max(slots) >= self.shape.max_slots:
+            return False
+        if min(blocks) < 0 or max(blocks) >= self.shape.blocks_total:
+            return False
+        rows, wanted = np.array(slots, np.int32), np.array(blocks, np.int32)
+        if not self._decoding[rows].all() or not self._tables.hand_out_one_each(rows, wanted):
+            return False
+        self.hashes.forget_all(wanted)
+        return True
 
     def _extend(self, extend: Extend) -> None:
         slot = extend.slot

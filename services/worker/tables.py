@@ -41,6 +41,16 @@ class BlockTables:
         self._users[blocks] = 1
         self._append(slot, blocks)
 
+    def hand_out_one_each(self, slots: I32, blocks: I32) -> bool:
+        """One block to each of these distinct slots; False, and nothing done, if any may not have it."""
+        lengths = self._lengths[slots]
+        if self._users[blocks].any() or lengths.max() >= self._shape.max_blocks:
+            return False
+        self._users[blocks] = 1
+        self.rows[slots, lengths] = blocks
+        self._lengths[slots] = lengths + 1
+        return True
+
     def check_writable(self, block: int) -> None:
         if self._users[block] > 1:
             raise FrameFault("block to copy into", got=f"{block}, shared", allowed="one that nobody shares")
