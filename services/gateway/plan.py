@@ -16,7 +16,8 @@ from shared.wire import Sampling
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 MAX_MESSAGES = 4096
-_PRIORITY = 1 << 31
+_PRIORITY = 1_000_000
+"""The scheduler refuses priorities beyond ±1,000,000."""
 
 
 @dataclass(frozen=True, slots=True)

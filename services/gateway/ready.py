@@ -11,7 +11,7 @@ from shared.wire import Answer, EndRow, Sampling
 
 RETRY_S = 0.5
 """Between canaries while the mesh does not answer."""
-PRIORITY = -(1 << 31)
+PRIORITY = -1_000_000
 """Before everything else: it asks for two tokens and must not wait behind a queue."""
 
 
