@@ -31,6 +31,7 @@ class Places:
     redis_port: int
     model_name: str
     model_folder: Path
+    model_aliases: tuple[str, ...]
     http: str
     """HOST:PORT of the gateway."""
 
@@ -42,7 +43,8 @@ class Places:
 def stages(
     options: UpOptions, run: RunDir, credentials: Credentials, places: Places, environ: Mapping[str, str]
 ) -> list[list[ChildSpec]]:
-    """Groups of processes in the order of their start; each needs those before it."""
+    """Groups of processes: the servers, which come up first, then the services, in the order to stop them
+    backwards."""
     inherited = {key: value for key, value in environ.items() if not key.startswith("HORTATOR_")}
     # Line by line into the log, so that the last words of a crash are there.
     inherited["PYTHONUNBUFFERED"] = "1"
@@ -136,6 +138,8 @@ def scheduler_settings(options: UpOptions) -> dict[str, str]:
 
 def gateway_settings(options: UpOptions, places: Places) -> dict[str, str]:
     settings = {"http": places.http, "model_dir": str(places.model_folder)}
+    if places.model_aliases:
+        settings["model_aliases"] = ",".join(places.model_aliases)
     if options.api_key_file is not None:
         settings["api_key_file"] = str(options.api_key_file.expanduser().absolute())
     return settings

@@ -143,7 +143,7 @@ def _print_tables(report: dict[str, Any]) -> None:
         )
     console.print(services)
     if report["instances"]:
-        table = Table(*INSTANCE_FIELDS)
+        table = Table(*(field.replace("_", " ") for field in INSTANCE_FIELDS))
         for row in report["instances"]:
             table.add_row(*(_cell(row[field]) for field in INSTANCE_FIELDS))
         console.print(table)

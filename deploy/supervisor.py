@@ -155,7 +155,8 @@ class Child:
 
 
 class Supervisor:
-    """Stages of children. A stage starts when the one before it is up; stopping goes the other way round.
+    """Stages of children. The first comes up before the others, which start together: services wait for each
+    other by the protocol, and only need the servers. Stopping goes stage by stage, from last to first.
 
     `changed` is called after every change of a child's state, `say` with lines for people.
     """
@@ -179,16 +180,19 @@ class Supervisor:
         return [child for stage in self._stages for child in stage]
 
     async def start(self) -> None:
-        """Bring everything up once. Raises `StartFailed`, also if an earlier stage dies meanwhile."""
+        """Bring everything up once. Raises `StartFailed`, also if something that was up dies meanwhile."""
         started: list[Child] = []
-        for stage in self._stages:
-            for child in stage:
+        for group in (self._stages[0], [child for stage in self._stages[1:] for child in stage]):
+            for child in group:
                 self._spawn(child)
                 started.append(child)
             self._changed()
-            ups = asyncio.gather(*(child.wait_up() for child in stage))
+            ups = asyncio.gather(*(self._come_up(child) for child in group))
             await self._unless_dying(ups, started)
-            self._changed()
+
+    async def _come_up(self, child: Child) -> None:
+        await child.wait_up()
+        self._changed()
 
     async def _unless_dying(self, work: "asyncio.Future[Any]", children: Sequence[Child]) -> None:
         deaths = [asyncio.ensure_future(child.exited.wait()) for child in children]

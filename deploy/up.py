@@ -99,6 +99,7 @@ class _Mesh:
             redis_port=free_port(),
             model_name=model.name,
             model_folder=model.path,
+            model_aliases=model.aliases,
             http=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         )
         reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

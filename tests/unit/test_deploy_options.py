@@ -48,7 +48,7 @@ def test_options_survive_the_way_through_a_command_line(tmp_path):
 
 
 def _specs(tmp_path: Path, options: UpOptions):
-    places = Places("nats-server", "redis-server", 1, 2, "m", Path("/models/m"), "127.0.0.1:8000")
+    places = Places("nats-server", "redis-server", 1, 2, "m", Path("/models/m"), ("alias",), "127.0.0.1:8000")
     creds = users.generate(instance_names(options.instances))
     environ = {"PATH": "/bin", "HORTATOR_NATS_URL": "nats://elsewhere"}
     groups = stages(options, RunDir(tmp_path), creds, places, environ)

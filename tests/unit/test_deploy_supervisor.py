@@ -39,14 +39,14 @@ async def until(condition, timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_stages_start_in_order_and_stop_in_the_opposite_order(tmp_path):
-    def script(name: str, waits_for: str = "") -> str:
-        check = f"test -e $DIR/{waits_for}.up || exit 7; " if waits_for else ""
+async def test_the_first_stage_is_up_before_the_rest_and_stopping_goes_from_last_to_first(tmp_path):
+    def script(name: str, needs: str = "") -> str:
+        check = f"test -e $DIR/{needs}.up || exit 7; " if needs else "sleep 0.2; "
         return (
             f"{check}trap 'echo {name} >>$DIR/stops; exit 0' TERM; touch $FLAG; while :; do sleep 0.02; done"
         )
 
-    chain = [[spec(tmp_path, n, script(n, before))] for n, before in (("a", ""), ("b", "a"), ("c", "b"))]
+    chain = [[spec(tmp_path, n, script(n, needs))] for n, needs in (("a", ""), ("b", "a"), ("c", "a"))]
     supervisor = Supervisor(chain, lambda: None, lambda line: None)
     await supervisor.start()
     assert [child.state for child in supervisor.children] == [State.UP] * 3
