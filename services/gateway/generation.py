@@ -23,7 +23,7 @@ from services.gateway.outlet import PING, Outlet
 from services.gateway.plan import Plan, Prompt
 from services.gateway.tokenizer import ModelCard
 from shared.client import MeshClient, Open, OpenRequest, OpenSeq
-from shared.wire import Answer, EndRow, FinishReason, SeqTimes
+from shared.wire import Answer, EndRow, SeqTimes
 
 _JSON = [(b"content-type", b"application/json")]
 _SUMMED = tuple(SeqTimes.__struct_fields__)
@@ -151,7 +151,7 @@ class Generation:
         if choice.done:
             return
         if end.reason not in ("stop", "length"):
-            self.fail(_ended_badly(end.reason, end.message))
+            self.fail(_ended_badly(end))
             return
         choice.done = True
         finished = Finished(choice.index, end.reason)
@@ -255,9 +255,12 @@ def _refusal(answer: Answer) -> ApiError:
     return ApiError(500, answer.message or "The request could not be served.", code="internal_error")
 
 
-def _ended_badly(reason: FinishReason, message: str) -> ApiError:
+def _ended_badly(end: EndRow) -> ApiError:
+    reason, message = end.reason, end.message
     if reason == "timeout":
-        return ApiError(504, message or "The request took too long.", code="timeout", retry_after_s=1.0)
+        # Without a token it only ever waited: the mesh is full, not slow.
+        status = 504 if end.generated else 503
+        return ApiError(status, message or "The request took too long.", code="timeout", retry_after_s=2.0)
     if reason == "cancelled":
         text = message or "The request was cancelled by the scheduler."
         return ApiError(503, text, code="cancelled", retry_after_s=1.0)

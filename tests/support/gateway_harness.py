@@ -153,6 +153,7 @@ async def read_reply(reader: asyncio.StreamReader) -> Reply:
         parts = []
         while size := int((await reader.readline()).strip() or b"0", 16):
             parts.append((await reader.readexactly(size + 2))[:-2])
+        await reader.readline()
         return Reply(status, headers, b"".join(parts))
     return Reply(status, headers, await reader.readexactly(int(headers.get("content-length", 0))))
 
