@@ -41,21 +41,17 @@ def read_ids(ids: list[int], vocab_size: int) -> I32:
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """Raises `RequestFault` for what an executor would index or divide by; other ranges do no harm."""
-    biased = (token for token, _ in sampling.logit_bias)
-    for name, tokens in (("logit_bias", biased), ("stop_token_ids", iter(sampling.stop_token_ids))):
-        outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
-        if outside is not None:
+    for name, tokens in (
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            outside = next(token for token in tokens if not 0 <= token < vocab_size)
             raise RequestFault(f"{name} names token id {outside}, outside [0, {vocab_size})")
-    numbers = (
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        *(bias for _, bias in sampling.logit_bias),
-    )
-    if not all(math.isfinite(number) for number in numbers):
+    # A sum is finite only if everything in it is.
+    total = sampling.temperature + sampling.top_p + sampling.min_p + sampling.repetition_penalty
+    total += sampling.presence_penalty + sampling.frequency_penalty
+    if not math.isfinite(total + sum(bias for _, bias in sampling.logit_bias)):
         raise RequestFault("a sampling parameter is not a finite number")
     if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
         raise RequestFault("temperature must be at least 0 and repetition_penalty above 0")

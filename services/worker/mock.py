@@ -20,10 +20,11 @@ from services.worker.step import (
     TokenLogprobs,
 )
 
-U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
 
-_POSITION, _LAST = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
-_FACTOR, _TOP = np.uint64(0xBF58476D1CE4E5B9), np.uint64(40)
+# Odd 64-bit constants as signed integers: arithmetic is modulo 2^64 either way, and int32 arrays widen by
+# themselves.
+_POSITION, _LAST, _FACTOR = -0x61C8864680B583EB, -0x2E4AB5CD2E6D12FD, -0x40A7B892E31B1A47
 
 CHOSEN_LOGPROB = -0.5
 """Made up, and the same everywhere."""
@@ -47,11 +48,12 @@ class MockExecutor:
     def __init__(self, info: ExecutorInfo, max_slots: int, costs: MockCosts) -> None:
         self._info = info
         self._costs = costs
-        self._first, self._span = (np.uint64(part) for part in token_range(info.vocab_size))
+        self._first, self._span = (np.int32(part) for part in token_range(info.vocab_size))
         self._version = np.full(max_slots, -1, np.int64)
-        self._key = np.zeros(max_slots, np.uint64)
-        self._plain = np.zeros(max_slots, np.bool_)
-        # whether no log-probabilities are wanted
+        self._key = np.zeros(max_slots, np.int64)
+        self._generation = -1
+        self._asking: set[int] = set()
+        # slots that want log-probabilities
 
     @property
     def info(self) -> ExecutorInfo:
@@ -63,42 +65,42 @@ class MockExecutor:
             time.sleep(self._costs.step_s + self._costs.token_s * int(step.counts.sum()))
         if not len(rows):
             return StepOutput(np.zeros(0, np.int32))
-        version = slots.version[rows]
-        changed = version != self._version[rows]
-        if changed.any():
-            self._read(rows[changed].tolist(), slots)
+        if slots.generation != self._generation:
+            self._generation = slots.generation
+            # Also slots without a row in this step: the generation tells of them only once.
+            self._read((slots.version != self._version).nonzero()[0].tolist(), slots)
         position = step.starts + step.counts
-        last = slots.tokens[rows, position - 1]
-        output = StepOutput(self._draw(self._key[rows], position.astype(np.uint64), last.astype(np.uint64)))
+        output = StepOutput(self._draw(self._key[rows], position, slots.tokens[rows, position - 1]))
         if not step.samples.all():
             output.tokens[~step.samples] = -1
-        if not self._plain[rows].all():
+        if self._asking:
             self._add_logprobs(step, slots, output)
         return output
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _read(self, rows: list[int], slots: SlotArrays) -> None:
-        for slot in rows:
+    def _read(self, changed: list[int], slots: SlotArrays) -> None:
+        for slot in changed:
+            self._version[slot] = slots.version[slot]
             sampling = slots.sampling[slot]
             if sampling is None:
-                raise ValueError(f"row of slot {slot}, which is free")
-            self._version[slot] = slots.version[slot]
-            self._plain[slot] = sampling.logprobs is None and sampling.prompt_logprobs is None
+                continue
+            self._asking.discard(slot)
+            if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+                self._asking.add(slot)
             choice = int(slots.choice[slot])
-            self._key[slot] = _mix(sampling.seed * 0x9E3779B97F4A7C15 + choice * 0xD1B54A32D192ED03)
+            self._key[slot] = _signed(_mix(sampling.seed * 0x9E3779B97F4A7C15 + choice))
 
-    def _draw(self, key: U64, position: U64, last: U64) -> I32:
-        # Multiplicative hashing, modulo 2^64: the top bits depend on every bit below.
-        mixed = ((position * _POSITION + last * _LAST) ^ key) * _FACTOR
-        return ((mixed >> _TOP) % self._span + self._first).astype(np.int32)
+    def _draw(self, key: I64, position: I32, last: I32) -> I32:
+        # Multiplicative hashing: the top bits depend on every bit below.
+        mixed = ((position * np.int64(_POSITION) + last * np.int64(_LAST)) ^ key) * np.int64(_FACTOR)
+        return (mixed.view(np.uint64) >> np.uint64(40)).astype(np.int32) % self._span + self._first
 
     def _add_logprobs(self, step: StepInput, slots: SlotArrays, output: StepOutput) -> None:
-        for row in np.flatnonzero(~self._plain[step.slots]).tolist():
-            slot = int(step.slots[row])
+        for row, slot in enumerate(step.slots.tolist()):
             sampling = slots.sampling[slot]
-            if sampling is None:
+            if slot not in self._asking or sampling is None:
                 continue
             if sampling.logprobs is not None and step.samples[row]:
                 token = int(output.tokens[row])
@@ -128,3 +130,8 @@ def _mix(value: int) -> int:
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
     return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    """The signed integer of the same 64 bits."""
+    return value - 2**64 if value >= 2**63 else value

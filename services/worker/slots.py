@@ -9,22 +9,26 @@ Rules that both ends of the wire share:
   the scheduler gave them away by that very act.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.worker.faults import FrameFault, RequestFault, check_sampling, length_limit, read_ids
 from services.worker.hashes import BlockHashes
 from services.worker.shape import BatchShape
 from services.worker.step import I32, SlotArrays, StepInput, StepOutput
-from services.worker.tables import BlockTables
+from services.worker.tables import BlockTables, Rows
 from shared.blocks import extend_packed, root_hash
 from shared.ids import BlockHash
 from shared.wire import Admit, Extend, KvOp, SlotLogprobs, SlotPromptLogprobs, Step, Stopped, Stored
 
 NOT_FINITE = -2
 """`StepOutput.tokens` of a row whose logits were not finite."""
+
+NEVER = np.iinfo(np.int32).max
 
 ROOTS_KEPT = 1024
 """Root hashes cached by salt; salts come from outside, so their number has a bound."""
@@ -74,19 +78,25 @@ class Batch:
         self._stopped = np.zeros(slots, np.bool_)
         self._limit = np.zeros(slots, np.int32)
         # the sequence ends when it has this many ids
-        self._hashed = np.zeros(slots, np.int32)
-        # blocks [0, hashed) of the table are confirmed; the last of them is `_parent`
+        self._full_at = np.zeros(slots, np.int32)
+        # the slot's next block is confirmed when this many ids are computed; `_parent` names the one before
         self._parent: list[BlockHash] = [BlockHash(b"")] * slots
         self._stop_ids: list[frozenset[int]] = [frozenset()] * slots
         self._stop_from = np.zeros(slots, np.int32)
         # stop ids count from this position on (min_tokens)
-        self._watched = np.zeros(shape.vocab_size, np.int32)
-        # per id: live slots it may stop, so that one look-up settles almost every token
+        self._watchers: Counter[int] = Counter()
+        # per id: live slots it may stop
+        self._watched = np.zeros(shape.vocab_size, np.bool_)
+        # ids with watchers, so that one look-up settles almost every token
         self._rejected: list[Stopped] = []
         self._steady = False
         # the step at hand is one decode token of every decoding slot, and nothing else
+        self._rows: Rows = np.zeros(0, np.intp)
+        self._ends = np.zeros(0, np.int32)
+        # of the step at hand: its slots, and how many of their ids are computed after it
         self._ones = np.ones(slots, np.int32)
         self._trues = np.ones(slots, np.bool_)
+        self._within_block = np.arange(shape.block_tokens)
         self._live = 0
 
     @property
@@ -99,10 +109,11 @@ class Batch:
         arrays = self.arrays
         arrays.sampling[:] = [None] * self.shape.max_slots
         self._tables.reset()
-        for counters in (arrays.known, arrays.computed, self._watched):
+        for counters in (arrays.known, arrays.computed):
             counters.fill(0)
-        for flags in (self._decoding, self._stopped):
+        for flags in (self._decoding, self._stopped, self._watched):
             flags.fill(False)
+        self._watchers.clear()
         self._stop_ids[:] = [frozenset()] * self.shape.max_slots
         self._rejected = []
         self._live = 0
@@ -115,36 +126,40 @@ class Batch:
         self._steady = not (frame.admit or frame.work or frame.release or frame.kv_ops)
         if not self._steady:
             return self._apply_changes(frame)
-        self._extend_all(frame.blocks)
-        slots = self._decoding.nonzero()[0].astype(np.int32)
-        rows = len(slots)
-        step = StepInput(slots, self.arrays.computed[slots], self._ones[:rows], self._trues[:rows])
-        self._tables.check_room(step)
-        return step
+        for extend in frame.blocks:
+            self._extend(extend)
+        self._rows = rows = self._decoding.nonzero()[0]
+        starts = self.arrays.computed[rows]
+        ones = self._ones[: len(rows)]
+        self._ends = starts + ones
+        self._tables.check_room(rows, self._ends)
+        return StepInput(rows.astype(np.int32), starts, ones, self._trues[: len(rows)])
 
     def commit(self, step: StepInput, output: StepOutput) -> StepResult:
         """Advance the batch by what the executor computed."""
         result = StepResult(stopped=self._rejected)
         self._rejected = []
-        slots = step.slots
-        if not len(slots):
+        rows, ends = self._rows, self._ends
+        if not len(rows):
             return result
-        result.decode_tokens = len(slots)
+        result.decode_tokens = len(rows)
         if not self._steady:
-            result.decode_tokens = int(np.count_nonzero(self._decoding[slots]))
+            result.decode_tokens = int(np.count_nonzero(self._decoding[rows]))
             result.prefill_tokens = int(step.counts.sum()) - result.decode_tokens
-        drawn, tokens = slots, output.tokens
-        if tokens.min() < 0:
-            drawn, tokens = self._without_undrawn(step, tokens, result)
-        computed = step.starts + step.counts
-        self.arrays.computed[slots] = computed
-        self._confirm(slots, computed, result.stored)
-        self._append(drawn, tokens, result)
+        self.arrays.computed[rows] = ends
+        tokens = output.tokens
+        if tokens.min() >= 0:
+            self._confirm(rows, ends, result.stored)
+            self._append(rows, ends, tokens, result)
+        else:
+            drawn = self._drawn(step, tokens, result)
+            self._confirm(rows, ends, result.stored)
+            self._append(rows[drawn], ends[drawn], tokens[drawn], result)
         for row, of in output.logprobs.items():
-            result.logprobs.append(SlotLogprobs(int(slots[row]), of.chosen, of.top))
+            result.logprobs.append(SlotLogprobs(int(rows[row]), of.chosen, of.top))
         for row, of_prompt in output.prompt_logprobs.items():
             result.prompt_logprobs.append(
-                SlotPromptLogprobs(int(slots[row]), of_prompt.start, of_prompt.chosen, of_prompt.top)
+                SlotPromptLogprobs(int(rows[row]), of_prompt.start, of_prompt.chosen, of_prompt.top)
             )
         return result
 
@@ -156,7 +171,8 @@ class Batch:
             self._free(slot)
         for admit in frame.admit:
             self._admit(admit)
-        self._extend_all(frame.blocks)
+        for extend in frame.blocks:
+            self._extend(extend)
         copies = [self._copy(op) for op in frame.kv_ops]
 
         counts = self._decoding.astype(np.int32)
@@ -172,12 +188,12 @@ class Batch:
             if not 0 <= count <= left:
                 raise FrameFault("count of work", got=count, allowed=f"0 to {left}", slot=slot)
             counts[slot] = count
-        slots = np.flatnonzero(counts).astype(np.int32)
-        starts = self.arrays.computed[slots]
-        counts = counts[slots]
-        step = StepInput(slots, starts, counts, starts + counts == self.arrays.known[slots], copies)
-        self._tables.check_room(step)
-        return step
+        self._rows = rows = counts.nonzero()[0]
+        starts, counts = self.arrays.computed[rows], counts[rows]
+        self._ends = starts + counts
+        self._tables.check_room(rows, self._ends)
+        samples = self._ends == self.arrays.known[rows]
+        return StepInput(rows.astype(np.int32), starts, counts, samples, copies)
 
     def _admit(self, admit: Admit) -> None:
         slot, shape = admit.slot, self.shape
@@ -200,6 +216,7 @@ class Batch:
         self._live += 1
         self.arrays.sampling[slot] = admit.sampling
         self.arrays.version[slot] += 1
+        self.arrays.generation += 1
         try:
             ids = read_ids(admit.ids, shape.vocab_size)
             check_sampling(admit.sampling, shape.vocab_size)
@@ -219,43 +236,26 @@ class Batch:
         arrays.choice[slot] = admit.choice
         self._decoding[slot] = admit.computed == length - 1
         self._limit[slot] = limit
-        self._hashed[slot] = cached
+        self._full_at[slot] = (cached + 1) * shape.block_tokens
         self._parent[slot] = parent
         stop_ids = frozenset(admit.sampling.stop_token_ids)
         self._stop_ids[slot] = stop_ids
         self._stop_from[slot] = min(admit.prompt_len + max(0, admit.sampling.min_tokens), shape.max_len)
         for token in stop_ids:
-            self._watched[token] += 1
+            self._watchers[token] += 1
+            self._watched[token] = True
         self._tables.share(slot, blocks[:cached])
         self._hand_out(slot, blocks[cached:])
-
-    def _extend_all(self, extends: list[Extend]) -> None:
-        if not extends or (len(extends) > 2 and self._extend_by_one(extends)):
-            return
-        for extend in extends:
-            self._extend(extend)
-
-    def _extend_by_one(self, extends: list[Extend]) -> bool:
-        """What most frames bring, one block for some decoding slots; False: look at each, nothing is done."""
-        slots = [extend.slot for extend in extends]
-        blocks = [block for extend in extends for block in extend.blocks]
-        sizes = {len(extend.blocks) for extend in extends}
-        if sizes != {1} or len(set(slots)) != len(slots) or len(set(blocks)) != len(blocks):
-            return False
-        if min(slots) < 0 or max(slots) >= self.shape.max_slots:
-            return False
-        if min(blocks) < 0 or max(blocks) >= self.shape.blocks_total:
-            return False
-        rows, wanted = np.array(slots, np.int32), np.array(blocks, np.int32)
-        if not self._decoding[rows].all() or not self._tables.hand_out_one_each(rows, wanted):
-            return False
-        self.hashes.forget_all(wanted)
-        return True
 
     def _extend(self, extend: Extend) -> None:
         slot = extend.slot
         self._check_live(slot)
-        self._hand_out(slot, self._tables.read(extend.blocks, slot))
+        if len(extend.blocks) == 1 and not self._stopped[slot]:
+            (block,) = extend.blocks
+            self._tables.hand_out_one(slot, block)
+            self.hashes.forget(block)
+        else:
+            self._hand_out(slot, self._tables.read(extend.blocks, slot))
 
     def _copy(self, op: KvOp) -> tuple[int, int]:
         self._tables.read([op.src, op.dst])
@@ -299,59 +299,64 @@ class Batch:
 
     # Results.
 
-    def _without_undrawn(self, step: StepInput, tokens: I32, result: StepResult) -> tuple[I32, I32]:
+    def _drawn(self, step: StepInput, tokens: I32, result: StepResult) -> NDArray[np.bool_]:
         """Rows that drew a token. Those in their prompt move on; those without finite logits stop."""
-        slots = step.slots
-        waiting = ~step.samples
-        after = step.starts + step.counts
-        self._decoding[slots[waiting]] = (after == self.arrays.known[slots] - 1)[waiting]
-        good = step.samples & (tokens >= 0)
-        for row in np.flatnonzero(step.samples & ~good).tolist():
+        rows, waiting = self._rows, ~step.samples
+        self._decoding[rows[waiting]] = (self._ends == self.arrays.known[rows] - 1)[waiting]
+        drawn = step.samples & (tokens >= 0)
+        for row in (step.samples & ~drawn).nonzero()[0].tolist():
             if tokens[row] != NOT_FINITE:
                 raise RuntimeError(f"the executor drew no token for row {row}, which samples")
-            slot = int(slots[row])
+            slot = int(rows[row])
             # What it computed is not fit to be shared.
-            self._hashed[slot] = self.shape.max_blocks
+            self._full_at[slot] = NEVER
             self._stop(slot, result, "error", "its logits were not finite")
-        return slots[good], tokens[good]
+        return drawn
 
-    def _confirm(self, slots: I32, computed: I32, stored: list[Stored]) -> None:
+    def _confirm(self, rows: Rows, ends: I32, stored: list[Stored]) -> None:
         """Hash every block whose last token this step wrote."""
-        size = self.shape.block_tokens
-        full = computed // size
-        rows = (full > self._hashed[slots]).nonzero()[0]
-        if not len(rows):
+        filled = (ends >= self._full_at[rows]).nonzero()[0]
+        if not len(filled):
             return
+        size = self.shape.block_tokens
+        slots, last = rows[filled], ends[filled] // size
+        first = self._full_at[slots] // size - 1
+        self._full_at[slots] = (last + 1) * size
         # One entry per block: its slot, and its place in the slot's table; in order within a slot.
-        first, last = self._hashed[slots[rows]], full[rows]
         counts = last - first
-        slot_of = slots[rows].repeat(counts)
+        slot_of = slots.repeat(counts)
         place = np.arange(len(slot_of)) - (counts.cumsum() - counts - first).repeat(counts)
-        self._hashed[slots[rows]] = last
-        positions = place[:, None] * size + np.arange(size)
+        positions = place[:, None] * size + self._within_block
         packed = self.arrays.tokens[slot_of[:, None], positions].tobytes()
         blocks = self.arrays.block_table[slot_of, place].tolist()
-        parents, start, width = self._parent, 0, 4 * size
+        parents, store, start, width = self._parent, self.hashes.store, 0, 4 * size
         for slot, block in zip(slot_of.tolist(), blocks, strict=True):
             block_hash = parents[slot] = extend_packed(parents[slot], packed[start : start + width])
             start += width
-            self.hashes.store(block, block_hash)
+            store(block, block_hash)
             stored.append(Stored(block, block_hash))
 
-    def _append(self, slots: I32, tokens: I32, result: StepResult) -> None:
+    def _append(self, rows: Rows, positions: I32, tokens: I32, result: StepResult) -> None:
+        """The drawn tokens become ids number `positions` of their slots."""
         arrays = self.arrays
-        position = arrays.known[slots]
-        arrays.tokens[slots, position] = tokens
-        length = position + 1
-        arrays.known[slots] = length
+        arrays.tokens[rows, positions] = tokens
+        lengths = positions + 1
+        arrays.known[rows] = lengths
         if not self._steady:
-            self._decoding[slots] = True
-        result.slots = slots.tolist()
+            self._decoding[rows] = True
+        result.slots = rows.tolist()
         result.tokens = tokens.tolist()
-        ended = length >= self._limit[slots]
-        for row in (ended | (self._watched[tokens] > 0)).nonzero()[0].tolist():
+        ended = lengths >= self._limit[rows]
+        if self._watchers:
+            self._stop_on_ids(positions, tokens, ended, result)
+        elif ended.any():
+            for row in ended.nonzero()[0].tolist():
+                self._stop(result.slots[row], result, "length")
+
+    def _stop_on_ids(self, positions: I32, tokens: I32, ended: NDArray[np.bool_], result: StepResult) -> None:
+        for row in (ended | self._watched[tokens]).nonzero()[0].tolist():
             slot = result.slots[row]
-            if result.tokens[row] in self._stop_ids[slot] and position[row] >= self._stop_from[slot]:
+            if result.tokens[row] in self._stop_ids[slot] and positions[row] >= self._stop_from[slot]:
                 self._stop(slot, result, "stop")
             elif ended[row]:
                 self._stop(slot, result, "length")
@@ -366,7 +371,10 @@ class Batch:
         if not self._stopped[slot]:
             self._tables.leave(slot)
         for token in self._stop_ids[slot]:
-            self._watched[token] -= 1
+            self._watchers[token] -= 1
+            if not self._watchers[token]:
+                del self._watchers[token]
+                self._watched[token] = False
         self._stop_ids[slot] = frozenset()
         self._tables.clear(slot)
         self.arrays.known[slot] = self.arrays.computed[slot] = 0

@@ -34,11 +34,13 @@ class SlotArrays:
     """Per slot; None where the slot is free."""
     version: NDArray[np.int64]
     """[max_slots] raised at every admission, so that an executor can cache what it derives per slot."""
+    generation: int = 0
+    """Raised at every admission into any slot: as long as it stands still, so does every `version`."""
 
 
 @dataclass
 class StepInput:
-    """Rows of one step, in slot order. Row r computes tokens [starts[r], starts[r] + counts[r]) of its slot."""
+    """Rows of one step, in slot order. Row r computes ids [starts[r], starts[r] + counts[r]) of its slot."""
 
     slots: I32
     starts: I32

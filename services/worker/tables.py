@@ -1,10 +1,14 @@
 """Block tables of the slots, and the guard that no two running slots write the same block."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.worker.faults import FrameFault
 from services.worker.shape import BatchShape
-from services.worker.step import I32, StepInput
+from services.worker.step import I32
+
+Rows = NDArray[np.intp]
+"""Slots as numpy indexes them fastest."""
 
 
 class BlockTables:
@@ -14,6 +18,8 @@ class BlockTables:
         self._shape = shape
         self.rows: I32 = np.full((shape.max_slots, shape.max_blocks), -1, np.int32)
         self._lengths = np.zeros(shape.max_slots, np.int32)
+        self._room = np.zeros(shape.max_slots, np.int32)
+        # ids that the slot's table has room for
         self._users = np.zeros(shape.blocks_total, np.int32)
         # tables of running slots that hold the block
 
@@ -41,28 +47,30 @@ class BlockTables:
         self._users[blocks] = 1
         self._append(slot, blocks)
 
-    def hand_out_one_each(self, slots: I32, blocks: I32) -> bool:
-        """One block to each of these distinct slots; False, and nothing done, if any may not have it."""
-        lengths = self._lengths[slots]
-        if self._users[blocks].any() or lengths.max() >= self._shape.max_blocks:
-            return False
-        self._users[blocks] = 1
-        self.rows[slots, lengths] = blocks
-        self._lengths[slots] = lengths + 1
-        return True
+    def hand_out_one(self, slot: int, block: int) -> None:
+        """`hand_out` of the one block that most frames bring a slot: scalars are quicker than arrays here."""
+        if not 0 <= block < self._shape.blocks_total:
+            self.read([block], slot)
+        if self._users[block] or self._lengths[slot] >= self._shape.max_blocks:
+            return self.hand_out(slot, np.array([block], np.int32))
+        self._users[block] = 1
+        length = self._lengths[slot]
+        self.rows[slot, length] = block
+        self._lengths[slot] = length + 1
+        self._room[slot] += self._shape.block_tokens
 
     def check_writable(self, block: int) -> None:
         if self._users[block] > 1:
             raise FrameFault("block to copy into", got=f"{block}, shared", allowed="one that nobody shares")
 
-    def check_room(self, step: StepInput) -> None:
-        """Every row's positions lie within its table."""
-        short = step.starts + step.counts > self._lengths[step.slots] * self._shape.block_tokens
+    def check_room(self, rows: Rows, ends: I32) -> None:
+        """Positions below `ends` of these slots lie within their tables."""
+        short = ends > self._room[rows]
         if short.any():
             row = short.argmax()
-            slot, needs = int(step.slots[row]), int(step.starts[row] + step.counts[row])
+            slot = int(rows[row])
             raise FrameFault(
-                "table", got=f"{self._lengths[slot]} blocks", allowed=f"{needs} ids long", slot=slot
+                "table", got=f"{self._lengths[slot]} blocks", allowed=f"{ends[row]} ids long", slot=slot
             )
 
     def leave(self, slot: int) -> None:
@@ -72,11 +80,12 @@ class BlockTables:
     def clear(self, slot: int) -> None:
         """Empty the table of a slot that has left."""
         self.rows[slot, : self._lengths[slot]] = -1
-        self._lengths[slot] = 0
+        self._lengths[slot] = self._room[slot] = 0
 
     def reset(self) -> None:
         self.rows.fill(-1)
         self._lengths.fill(0)
+        self._room.fill(0)
         self._users.fill(0)
 
     def _append(self, slot: int, blocks: I32) -> None:
@@ -87,3 +96,4 @@ class BlockTables:
             raise FrameFault("table", got=f"{after} blocks", allowed=f"up to {most}", slot=slot)
         self.rows[slot, before:after] = blocks
         self._lengths[slot] = after
+        self._room[slot] = after * self._shape.block_tokens

@@ -391,6 +391,16 @@ class TestMockExecutor:
         first, count = token_range(SHAPE.vocab_size)
         assert set(self.one(Batch(SHAPE, NAME), mock(), [1, 2, 3], 30)) <= set(range(first, first + count))
 
+    def test_a_sequence_that_waits_after_its_admission_draws_its_own_tokens(self) -> None:
+        how = Sampling(max_tokens=20, seed=3)
+        late = Admit(1, 0, 3, [1, 2, 3], 0, [5, 6], how)
+        other = Admit(0, 0, 2, [9, 9], 0, [0, 1], Sampling(max_tokens=20, seed=4))
+        batch, executor = Batch(SHAPE, NAME), mock()
+        run(batch, executor, frame(admit=[other, late], work=[Work(0, 2)]))
+        together = run(batch, executor, frame(work=[Work(1, 3), Work(0, 0)]))
+        alone = run(Batch(SHAPE, NAME), mock(), frame(admit=[late], work=[Work(1, 3)]))
+        assert together == alone
+
     def test_another_choice_draws_other_tokens(self) -> None:
         batch, executor = Batch(SHAPE, NAME), mock()
         how = Sampling(max_tokens=20, seed=3)
