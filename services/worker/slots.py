@@ -96,7 +96,6 @@ class Batch:
         # of the step at hand: its slots, and how many of their ids are computed after it
         self._ones = np.ones(slots, np.int32)
         self._trues = np.ones(slots, np.bool_)
-        self._within_block = np.arange(shape.block_tokens)
         self._live = 0
 
     @property
@@ -318,23 +317,18 @@ class Batch:
         filled = (ends >= self._full_at[rows]).nonzero()[0]
         if not len(filled):
             return
-        size = self.shape.block_tokens
-        slots, last = rows[filled], ends[filled] // size
-        first = self._full_at[slots] // size - 1
-        self._full_at[slots] = (last + 1) * size
-        # One entry per block: its slot, and its place in the slot's table; in order within a slot.
-        counts = last - first
-        slot_of = slots.repeat(counts)
-        place = np.arange(len(slot_of)) - (counts.cumsum() - counts - first).repeat(counts)
-        positions = place[:, None] * size + self._within_block
-        packed = self.arrays.tokens[slot_of[:, None], positions].tobytes()
-        blocks = self.arrays.block_table[slot_of, place].tolist()
-        parents, store, start, width = self._parent, self.hashes.store, 0, 4 * size
-        for slot, block in zip(slot_of.tolist(), blocks, strict=True):
-            block_hash = parents[slot] = extend_packed(parents[slot], packed[start : start + width])
-            start += width
-            store(block, block_hash)
-            stored.append(Stored(block, block_hash))
+        size, width = self.shape.block_tokens, 4 * self.shape.block_tokens
+        tokens, table, store = self.arrays.tokens, self.arrays.block_table, self.hashes.store
+        for slot, end in zip(rows[filled].tolist(), ends[filled].tolist(), strict=True):
+            first, last = int(self._full_at[slot]) // size - 1, end // size
+            self._full_at[slot] = (last + 1) * size
+            parent = self._parent[slot]
+            packed = tokens[slot, first * size : last * size].tobytes()
+            for index, block in enumerate(table[slot, first:last].tolist()):
+                parent = extend_packed(parent, packed[index * width : (index + 1) * width])
+                store(block, parent)
+                stored.append(Stored(block, parent))
+            self._parent[slot] = parent
 
     def _append(self, rows: Rows, positions: I32, tokens: I32, result: StepResult) -> None:
         """The drawn tokens become ids number `positions` of their slots."""
