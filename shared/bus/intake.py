@@ -1,5 +1,6 @@
 """What both buses do with a frame that arrives: decode, hand on, survive bad frames and failing handlers."""
 
+import inspect
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -38,13 +39,34 @@ class Counters:
 
 
 Deliver = Callable[[str, bytes], Awaitable[None]]
+DeliverNow = Callable[[str, bytes], None]
+
+
+def is_plain(handler: Handler) -> bool:
+    """Whether the handler runs to its end when called, so that nothing has to be awaited."""
+    return not (
+        inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(handler, "func", None))
+    )
+
+
+def intake_now(codec: Codec, handler: Handler, counters: Counters) -> DeliverNow:
+    """`intake` for a plain handler: a function (subject, payload) that never raises."""
+    decode = codec.decode
+
+    def deliver(subject: str, payload: bytes) -> None:
+        try:
+            if handler(decode(payload)) is not None:
+                raise TypeError(f"handler {handler!r} returned something to await: declare it `async def`")
+        except BadFrame as error:
+            counters.note("bad_frame", subject, reason=str(error))
+        except Exception as error:
+            counters.note("handler_error", subject, exc_info=error)
+
+    return deliver
 
 
 def intake(codec: Codec, handler: Handler, counters: Counters) -> Deliver:
-    """A coroutine function (subject, payload) that never raises but CancelledError.
-
-    A plain handler runs inside it without a task switch; what a handler returns to be awaited is awaited.
-    """
+    """A coroutine function (subject, payload) for coroutine handlers; raises nothing but CancelledError."""
     decode = codec.decode
 
     async def deliver(subject: str, payload: bytes) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.bus.intake import Counters, intake
+from shared.bus.intake import Counters, intake, intake_now, is_plain
 from shared.bus.port import BusDown, Handler, NoAnswer, PayloadTooLarge, Responder
 from shared.subjects import Address
 from shared.wire import BadFrame, Codec, Wire, encode
@@ -125,11 +125,18 @@ class MemoryBus:
     async def publish(self, to: Address, message: Wire) -> None:
         self._broker.inject(to.subject, self._outgoing(message))
 
+    def publish_now(self, to: Address, message: Wire) -> None:
+        self._broker.inject(to.subject, self._outgoing(message))
+
     async def subscribe(self, to: Address, handler: Handler, *, queue: str = "") -> MemorySubscription:
-        decoded = intake(to.codec, handler, self.counters)
+        now = intake_now(to.codec, handler, self.counters) if is_plain(handler) else None
+        later = intake(to.codec, handler, self.counters)
 
         async def deliver(subject: str, payload: bytes, _: _Reply | None) -> None:
-            await decoded(subject, payload)
+            if now is not None:
+                now(subject, payload)
+            else:
+                await later(subject, payload)
 
         return self._add(to.subject, queue, deliver)
 

@@ -16,11 +16,11 @@ from typing import Any
 import nats.errors
 import nats.micro
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 
-from shared.bus.intake import Counters, intake
+from shared.bus.fast_client import FastClient
+from shared.bus.intake import Counters, DeliverNow, intake, intake_now, is_plain
 from shared.bus.port import BusDown, Handler, NoAnswer, PayloadTooLarge, Responder
 from shared.subjects import Address, service_status
 from shared.wire import BadFrame, Codec, Wire, encode
@@ -41,11 +41,13 @@ _DISCONNECTED = (
 
 
 class NatsSubscription:
-    def __init__(self, inner: ClientSubscription) -> None:
+    def __init__(self, client: FastClient, inner: ClientSubscription) -> None:
+        self._client = client
         self._inner = inner
 
     async def unsubscribe(self) -> None:
         """Idempotent; frames not yet handed on are discarded."""
+        self._client.direct.pop(self._inner._id, None)
         with suppress(nats.errors.Error):
             await self._inner.unsubscribe()
 
@@ -54,7 +56,7 @@ class NatsBus:
     """`Bus` on one NATS connection. Make it with `NatsBus.connect`."""
 
     def __init__(self) -> None:
-        self._client = Client()
+        self._client = FastClient()
         self._listeners: list[Callable[[bool], None]] = []
         self._reasons: dict[str, None] = {}
         self._closing = False
@@ -67,7 +69,10 @@ class NatsBus:
     async def connect(
         cls, url: str, *, name: str = "", user: str = "", password: str = "", timeout_s: float = 10.0
     ) -> "NatsBus":
-        """Raises `BusDown` when there is no session within `timeout_s`, naming the reasons."""
+        """Raises `BusDown` when there is no session within `timeout_s`, naming the reasons; ValueError for
+        another scheme than nats or tls."""
+        if not url.startswith(("nats://", "tls://")):
+            raise ValueError(f"nats_url={url!r} must begin with nats:// or tls://")
         bus = cls()
         options: dict[str, Any] = {"user": user, "password": password} if user else {}
         if user:
@@ -110,7 +115,19 @@ class NatsBus:
     async def publish(self, to: Address, message: Wire) -> None:
         await self._send(to.subject, encode(message))
 
+    def publish_now(self, to: Address, message: Wire) -> None:
+        if not self._client.is_connected:
+            raise BusDown("disconnected from NATS")
+        payload = encode(message)
+        if len(payload) > self._client.max_payload:
+            raise PayloadTooLarge(len(payload), self._client.max_payload)
+        self._client.publish_now(to.subject, payload)
+
     async def subscribe(self, to: Address, handler: Handler, *, queue: str = "") -> NatsSubscription:
+        if is_plain(handler):
+            return await self._subscribe(
+                to.subject, queue, _unused, intake_now(to.codec, handler, self.counters)
+            )
         deliver = intake(to.codec, handler, self.counters)
 
         async def on_message(message: Msg) -> None:
@@ -194,18 +211,23 @@ class NatsBus:
         except nats.errors.MaxPayloadError:
             raise PayloadTooLarge(len(payload), self._client.max_payload) from None
 
-    async def _subscribe(self, subject: str, queue: str, callback: Any) -> NatsSubscription:
+    async def _subscribe(
+        self, subject: str, queue: str, callback: Any, direct: DeliverNow | None = None
+    ) -> NatsSubscription:
         try:
             inner = await self._client.subscribe(subject, queue, cb=callback)
         except _DISCONNECTED:
             raise BusDown("the connection to NATS is closed") from None
+        if direct is not None:
+            # Nothing was awaited since the client sent SUB, so no message can have come yet.
+            self._client.direct[inner._id] = direct
         if self._client.is_connected:
             # A round trip, so that the broker knows of it (or has denied it, loudly) when we return.
             # Twice, because the client writes a PING before the commands that wait in its buffer.
             with suppress(TimeoutError, nats.errors.Error):
                 await self._client.flush(timeout=FLUSH_TIMEOUT_S)
                 await self._client.flush(timeout=FLUSH_TIMEOUT_S)
-        return NatsSubscription(inner)
+        return NatsSubscription(self._client, inner)
 
     async def _on_error(self, error: Exception) -> None:
         # Wrong credentials and denied subjects arrive only here; the call itself succeeds.
@@ -255,3 +277,7 @@ class NatsBus:
     def _tell(self, connected: bool) -> None:
         for listener in self._listeners:
             listener(connected)
+
+
+async def _unused(message: Msg) -> None:
+    """The client wants a callback also for subscriptions whose messages never reach its queue."""

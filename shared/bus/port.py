@@ -7,7 +7,8 @@ from shared.subjects import Address
 from shared.wire import Wire
 
 Handler = Callable[[Any], Awaitable[None] | None]
-"""Gets one decoded message; plain functions run at once, coroutines are awaited, one at a time each."""
+"""Gets one decoded message. A plain function runs at once, on the path that reads the socket: it returns None
+and is short. A coroutine function is awaited, one message at a time for each subscription."""
 
 Responder = Callable[[Any], Awaitable[Wire | None]]
 """Gets one decoded request and returns its answer; None: no answer is sent."""
@@ -33,6 +34,10 @@ class Bus(Protocol):
 
     async def publish(self, to: Address, message: Wire) -> None:
         """Raises `BusDown` while disconnected and `PayloadTooLarge` above the server's limit."""
+
+    def publish_now(self, to: Address, message: Wire) -> None:
+        """`publish` for plain handlers and other code that cannot wait; raises the same. Without the pause
+        that `publish` takes when the broker reads too slowly, so not for bulk."""
 
     async def subscribe(self, to: Address, handler: Handler, *, queue: str = "") -> Subscription: ...
 

@@ -105,6 +105,33 @@ async def test_frames_of_one_publisher_arrive_decoded_and_in_order(mesh: Any) ->
     assert [(await inbox.next()).have_seq for _ in range(200)] == list(range(200))
 
 
+async def test_frames_sent_without_waiting_keep_their_place_among_the_others(mesh: Any) -> None:
+    sender, receiver = await mesh.connect(), await mesh.connect()
+    inbox = Inbox()
+    address = RESYNC.at(instance="w0")
+    await receiver.subscribe(address, inbox.put)
+    for seq in range(0, 200, 2):
+        await sender.publish(address, resync(seq))
+        sender.publish_now(address, resync(seq + 1))
+    assert [(await inbox.next()).have_seq for _ in range(200)] == list(range(200))
+    with pytest.raises(PayloadTooLarge):
+        sender.publish_now(KV_RESTATE.at(instance="w0"), Restate(instance="w0", reason="x" * (1 << 20)))
+
+
+async def test_a_plain_handler_that_returns_something_is_told_to_be_declared_async(mesh: Any) -> None:
+    bus = await mesh.connect()
+    inbox = Inbox()
+
+    def handle(message: Resync) -> Any:
+        inbox.put(message)
+        return message
+
+    await bus.subscribe(RESYNC.at(instance="w0"), handle)
+    await bus.publish(RESYNC.at(instance="w0"), resync(1))
+    await inbox.next()
+    assert bus.counters.by_kind["handler_error"] == 1
+
+
 async def test_a_coroutine_handler_finishes_one_frame_before_it_gets_the_next(mesh: Any) -> None:
     bus = await mesh.connect()
     running = 0
@@ -252,6 +279,8 @@ async def test_nothing_is_sent_or_kept_while_the_broker_is_away_and_subscription
     await state(bus, False)
     with pytest.raises(BusDown):
         await bus.publish(address, resync(1))
+    with pytest.raises(BusDown):
+        bus.publish_now(address, resync(1))
     with pytest.raises(BusDown):
         await bus.request(address, resync(1), reply=INSTANCE.reply_codec, timeout_s=1)
     late = await bus.subscribe(RESYNC.at(instance="w1"), inbox.put)
