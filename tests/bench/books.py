@@ -1,5 +1,6 @@
 """Books kept from step frames and results alone, as anybody on the bus can: who runs, what KV is held."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ class Sample:
     running: int
     held_blocks: int
     used_tokens: int
+    set_aside: int
+    """Blocks kept free for the expected output of the running, where the books' keeper can see it."""
 
 
 SAMPLE_EVERY = 4
@@ -50,6 +53,7 @@ class Books:
     """Times a sequence that was generating had to skip a step."""
     samples: list[Sample] = field(default_factory=list)
     seats: dict[int, Seat] = field(default_factory=dict)
+    set_aside: Callable[[], int] = lambda: 0
     _frames: dict[int, Step] = field(default_factory=dict)
 
     def on_step(self, step: Step) -> None:
@@ -70,7 +74,7 @@ class Books:
                 seat.generated += 1
         self.max_running = max(self.max_running, self._running())
         if self.steps % SAMPLE_EVERY == 0 and self.seats:
-            self.samples.append(Sample(done.seq, self._running(), *self._memory()))
+            self.samples.append(Sample(done.seq, self._running(), *self._memory(), self.set_aside()))
         for row in done.stopped:
             if seat := self.seats.get(row.slot):
                 seat.stopped = True
@@ -110,8 +114,16 @@ class Books:
 
         Held: blocks in the tables of sequences in slots. Used: places of their ids, prompt and output.
         """
-        held = sum(s.held_blocks for s in self.samples) * self.block_tokens
-        return 1 - sum(s.used_tokens for s in self.samples) / held if held else 0.0
+        return self._unused(sum(s.held_blocks for s in self.samples))
+
+    @property
+    def claimed_waste(self) -> float:
+        """The same where blocks set aside count as held: nobody else can have them."""
+        return self._unused(sum(s.held_blocks + s.set_aside for s in self.samples))
+
+    def _unused(self, blocks: int) -> float:
+        used = sum(s.used_tokens for s in self.samples)
+        return 1 - used / (blocks * self.block_tokens) if blocks else 0.0
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -124,4 +136,5 @@ class Books:
             "interruptions": self.interruptions,
             "stalls": self.stalls,
             "kv_waste": round(self.waste, 4),
+            "kv_claimed_waste": round(self.claimed_waste, 4),
         }

@@ -62,7 +62,7 @@ class Report:
     command: str
     seed: int
     columns: Sequence[str]
-    rows: list[Sequence[Any]]
+    rows: Sequence[Sequence[Any]]
     details: dict[str, Any]
     verdicts: dict[str, bool]
     """What was promised, in words with its figures → whether it holds."""

@@ -150,7 +150,8 @@ class SimulatedMesh:
         while not self._is_ready():
             self._next()
         begin = self._now
-        self.books = Books(self.books.block_tokens)
+        instance = self.core.fleet.instances[INSTANCE]
+        self.books = Books(self.books.block_tokens, set_aside=lambda: instance.reserved)
         self.requests[:] = requests
         self._open = len(requests)
         for number, request in enumerate(requests):
