@@ -110,7 +110,7 @@ def build(gateway: Gateway, keys: Keys, ops_app: App) -> Front:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "Give either prompt or messages.")
         if body.prompt is not None:
-            ids = await card.encode(body.prompt, add_special=body.add_special_tokens)
+            ids = await gateway.planner.ids_of(body.prompt, add_special=body.add_special_tokens)
         else:
             generate = body.add_generation_prompt and not body.continue_final_message
             messages = plain_messages(body.messages)

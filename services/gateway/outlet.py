@@ -178,12 +178,17 @@ class Outlet:
         self._task = asyncio.get_running_loop().create_task(self._resume(coroutine, waits_for))
 
     async def _resume(self, coroutine: Any, waits_for: Any) -> None:
-        """The transport is full: go on when it is not. What a coroutine yields is the future it waits for."""
+        """The transport is full: go on when it is not, as a task would. A coroutine yields what it waits for."""
         try:
-            if waits_for is not None:
-                waits_for._asyncio_future_blocking = False
-                await waits_for
-            await coroutine
+            while True:
+                if waits_for is None:
+                    await asyncio.sleep(0)
+                else:
+                    waits_for._asyncio_future_blocking = False
+                    await asyncio.wait((waits_for,))
+                waits_for = coroutine.send(None)
+        except StopIteration:
+            pass
         except Exception as error:
             log.warning("response could not be written", error=repr(error))
             self.close()

@@ -99,13 +99,14 @@ class Planner:
         echo = messages[-1].content if body.echo and messages[-1].role == "assistant" else None
         return self._plan(body, True, [Prompt(ids, echo, sampling)], n, tenant)
 
-    async def ids_of(self, prompt: str | list[int]) -> list[int]:
+    async def ids_of(self, prompt: str | list[int], *, add_special: bool = True) -> list[int]:
+        """Raises for a text that is surely too long before encoding it, and for one that is nothing."""
         if not isinstance(prompt, str):
             return prompt
         # A token is at most as long as the longest of the vocabulary, so this text cannot fit.
         if len(prompt) > self._card.max_len * self._card.longest_token:
             self._too_long()
-        ids = await self._card.encode(prompt)
+        ids = await self._card.encode(prompt, add_special=add_special)
         if not ids:
             raise invalid("prompt", "prompt must not be empty.")
         return ids

@@ -137,6 +137,20 @@ async def test_one_refused_prompt_of_several_ends_the_others(tiny_mesh: Harness)
     await tiny_mesh.until(lambda: tiny_mesh.backend.running == 0)
 
 
+async def test_a_client_that_reads_slowly_gets_everything_in_order(tiny_folder: Path) -> None:
+    async with gateway_on(tiny_folder, max_model_len=10**6, max_unread_bytes=64 << 20) as mesh:
+        mesh.script(Script(ids=list(range(5, 205)), per_frame=2000))
+        body = {"prompt": "hi", "max_tokens": 60_000, "ignore_eos": True}
+        reader, writer = await asyncio.open_connection(mesh.host, mesh.port, limit=1 << 12)
+        writer.write(post({**body, "stream": True}))
+        await mesh.until(lambda: mesh.backend.running > 0)
+        # The whole stream, some 10 MB, is made while nobody reads.
+        await mesh.until(lambda: mesh.backend.running == 0, within_s=30)
+        stream = await read_reply(reader)
+        assert stream.text() == (await mesh.completion(**body)).json["choices"][0]["text"]
+        writer.close()
+
+
 async def test_a_client_that_does_not_read_is_cut_off_and_cancelled(tiny_folder: Path) -> None:
     async with gateway_on(tiny_folder, max_unread_bytes=10_000, max_model_len=10**6) as mesh:
         mesh.script(Script(ids=(5,) * 100, per_frame=5000))
