@@ -105,6 +105,12 @@ def _build() -> "typer.Typer":
             int, typer.Option(min=0, help="Compute threads per instance; 0: cores shared out.")
         ] = 0,
         log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
+        set_: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--set", metavar="SERVICE.FIELD=VALUE", help="A further setting of a service; repeat it."
+            ),
+        ] = None,
     ) -> None:
         """Start NATS, Redis, kvstore, scheduler, workers and gateway on this machine."""
         from deploy import up as command
@@ -125,6 +131,7 @@ def _build() -> "typer.Typer":
             reservation=reservation,
             threads=threads,
             log_level=log_level,
+            set=tuple(set_ or ()),
         )
         sys.exit(command.up(options, detach=detach))
 

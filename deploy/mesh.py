@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from deploy.credentials import Credentials
 from deploy.down import MARK
-from deploy.options import UpOptions, instance_names, parse_size
+from deploy.options import UpOptions, instance_names, parse_settings, parse_size
 from deploy.rundir import RunDir
 from deploy.servers import nats_probe, redis_probe
 from deploy.supervisor import ChildSpec
@@ -49,6 +49,8 @@ def stages(
     # Line by line into the log, so that the last words of a crash are there.
     inherited["PYTHONUNBUFFERED"] = "1"
 
+    further = parse_settings(options.set)
+
     def server(name: str, argv: tuple[str, ...], is_up: Callable[[], bool]) -> ChildSpec:
         return ChildSpec(
             name=name,
@@ -85,7 +87,13 @@ def stages(
             rank=0 if service == "worker" else None,
             # -P: a folder called `services` where the operator stands is none of ours.
             argv=(sys.executable, "-P", "-m", f"services.{service}"),
-            env={**inherited, **{f"HORTATOR_{k.upper()}": v for k, v in (common | settings).items()}},
+            env={
+                **inherited,
+                **{
+                    f"HORTATOR_{k.upper()}": v
+                    for k, v in (common | settings | further.get(service, {})).items()
+                },
+            },
             log=run.log(instance),
             is_up=_listens(run.ready_file(instance)),
             start_timeout_s=limits.get("start_s", 60.0),

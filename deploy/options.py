@@ -1,6 +1,7 @@
 """What `hortator up` can be told, read and checked once."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -44,6 +45,8 @@ class UpOptions:
     threads: int = 0
     """Compute threads of each instance; 0: the cores shared out evenly."""
     log_level: str = "info"
+    set: tuple[str, ...] = ()
+    """Further settings of services, each `SERVICE.FIELD=VALUE`."""
 
     def as_args(self) -> list[str]:
         args: list[str] = []
@@ -52,6 +55,8 @@ class UpOptions:
             flag = f"--{name.replace('_', '-')}"
             if value is True:
                 args.append(flag)
+            elif isinstance(value, tuple):
+                args += [part for item in value for part in (flag, item)]
             elif value not in (None, False, "", 0):
                 args += [flag, str(value)]
         return args
@@ -73,6 +78,19 @@ def parse_http(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise BadOption(f"{text!r} is not HOST:PORT: write for example 127.0.0.1:8000")
     return host, int(port)
+
+
+def parse_settings(items: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Service → field → value of `SERVICE.FIELD=VALUE` texts. Services check the fields. Raises `BadOption`."""
+    settings: dict[str, dict[str, str]] = {}
+    for item in items:
+        match = re.fullmatch(r"(gateway|scheduler|worker|kvstore)\.([a-z][a-z0-9_]*)=(.*)", item, re.DOTALL)
+        if match is None:
+            raise BadOption(
+                f"--set {item}: write SERVICE.FIELD=VALUE, for example scheduler.itl_target_ms=100"
+            )
+        settings.setdefault(match[1], {})[match[2]] = match[3]
+    return settings
 
 
 def instance_names(count: int) -> list[str]:

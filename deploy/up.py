@@ -12,7 +12,7 @@ from typing import Any
 from deploy import credentials as users
 from deploy.down import leftovers, stopped
 from deploy.mesh import Places, stages
-from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_size
+from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings, parse_size
 from deploy.processes import end, identify
 from deploy.rundir import RunDir, RunDirError
 from deploy.servers import MissingServer, find_nats, find_redis, free_port, port_taken
@@ -57,6 +57,7 @@ def say(line: str) -> None:
 def _check(options: UpOptions) -> None:
     instance_names(options.instances)
     parse_size(options.kv_memory)
+    parse_settings(options.set)
     host, port = parse_http(options.http)
     try:
         taken = port != 0 and port_taken(host, port)

@@ -9,7 +9,7 @@ import pytest
 
 from deploy import credentials as users
 from deploy.mesh import Places, stages
-from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_size
+from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings, parse_size
 from deploy.rundir import RunDir
 from deploy.setup_torch import cuda_packages
 from deploy.tap import decode
@@ -35,6 +35,26 @@ def test_addresses_are_read_and_bad_ones_refused():
     for text in ("8000", ":8000", "localhost", "localhost:70000", "localhost:http"):
         with pytest.raises(BadOption, match="HOST:PORT"):
             parse_http(text)
+
+
+def test_further_settings_are_read_per_service_and_reach_it(tmp_path):
+    items = ("worker.mock_step_s=0.01", "scheduler.itl_target_ms=100", "worker.max_len=64")
+    assert parse_settings(items) == {
+        "worker": {"mock_step_s": "0.01", "max_len": "64"},
+        "scheduler": {"itl_target_ms": "100"},
+    }
+    options = UpOptions(run_dir=tmp_path, set=items)
+    args = options.as_args()
+    assert [args[i + 1] for i, arg in enumerate(args) if arg == "--set"] == list(items)
+    _, specs = _specs(tmp_path, options)
+    assert next(s for s in specs if s.service == "worker").env["HORTATOR_MOCK_STEP_S"] == "0.01"
+    assert "HORTATOR_MOCK_STEP_S" not in next(s for s in specs if s.service == "gateway").env
+
+
+@pytest.mark.parametrize("item", ["", "worker", "worker.x", "nats.port=1", "worker.X Y=1"])
+def test_a_setting_that_names_no_service_and_field_is_refused(item):
+    with pytest.raises(BadOption, match=r"SERVICE\.FIELD=VALUE"):
+        parse_settings([item])
 
 
 def test_options_survive_the_way_through_a_command_line(tmp_path):
