@@ -14,6 +14,7 @@ from deploy.options import UpOptions, instance_names, parse_settings, parse_size
 from deploy.rundir import RunDir
 from deploy.servers import nats_probe, redis_probe
 from deploy.supervisor import ChildSpec
+from shared.runtime.settings import OF_THE_NODE
 
 _GATEWAY_GRACE_S = 8.0
 _SERVICE_GRACE_S = 4.0
@@ -45,7 +46,7 @@ def stages(
 ) -> list[list[ChildSpec]]:
     """Groups of processes: the servers, which come up first, then the services, in the order to stop them
     backwards."""
-    inherited = {key: value for key, value in environ.items() if not key.startswith("HORTATOR_")}
+    inherited = {k: v for k, v in environ.items() if not k.startswith("HORTATOR_") or k in OF_THE_NODE}
     # Line by line into the log, so that the last words of a crash are there.
     inherited["PYTHONUNBUFFERED"] = "1"
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 PREFIX = "HORTATOR_"
+OF_THE_NODE = frozenset({"HORTATOR_CACHE"})
+"""Variables of the machine rather than of a service: where models and compiled kernels are kept."""
 
 S = TypeVar("S", bound="ServiceSettings")
 
@@ -56,7 +58,7 @@ def load(cls: type[S], env: Mapping[str, str] = os.environ) -> S:
     names = {PREFIX + field.name.upper(): field.name for field in dataclasses.fields(cls) if field.init}
     values: dict[str, Any] = {}
     for key, text in env.items():
-        if not key.startswith(PREFIX):
+        if not key.startswith(PREFIX) or key in OF_THE_NODE:
             continue
         if key not in names:
             raise SettingsError(_unknown(key, list(names)))

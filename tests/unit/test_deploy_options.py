@@ -70,7 +70,7 @@ def test_options_survive_the_way_through_a_command_line(tmp_path):
 def _specs(tmp_path: Path, options: UpOptions):
     places = Places("nats-server", "redis-server", 1, 2, "m", Path("/models/m"), ("alias",), "127.0.0.1:8000")
     creds = users.generate(instance_names(options.instances))
-    environ = {"PATH": "/bin", "HORTATOR_NATS_URL": "nats://elsewhere"}
+    environ = {"PATH": "/bin", "HORTATOR_NATS_URL": "nats://elsewhere", "HORTATOR_CACHE": "/cache"}
     groups = stages(options, RunDir(tmp_path), creds, places, environ)
     return creds, [spec for group in groups for spec in group]
 
@@ -112,6 +112,7 @@ def test_the_settings_of_every_service_are_ones_it_knows(tmp_path, service):
     spec = next(s for s in specs if s.service == service)
     module = importlib.import_module(f"services.{service}.settings")
     load(getattr(module, f"{service.capitalize()}Settings"), spec.env)
+    assert spec.env["HORTATOR_CACHE"] == "/cache"
 
 
 def test_running_a_service_imports_no_command_line_library():
