@@ -25,8 +25,8 @@ class Outcome:
     done: Done
     stored: list[bytes]
     removed: list[bytes]
-    live: int
-    """Slots that hold a sequence afterwards."""
+    running: int
+    """Sequences that have not stopped, afterwards."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Compute:
             prompt_logprobs=result.prompt_logprobs,
             timing=timing,
         )
-        return Outcome(done, stored, removed, batch.live)
+        return Outcome(done, stored, removed, batch.running)
 
     def begin(self) -> tuple[list[Stored], int]:
         """A new session: slots are empty, hashed blocks stay. First page of the inventory, next offset."""

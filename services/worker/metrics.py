@@ -17,7 +17,9 @@ class WorkerMetrics:
         )
         tokens = Counter("hortator_worker_tokens", "Tokens computed", ["kind"], registry=registry)
         self._prefill, self._decode = tokens.labels("prefill"), tokens.labels("decode")
-        self._slots = Gauge("hortator_worker_slots", "Slots that hold a sequence", registry=registry)
+        self._slots = Gauge(
+            "hortator_worker_slots", "Slots whose sequence has not stopped", registry=registry
+        )
         self._stored = Counter("hortator_worker_blocks_stored", "Blocks confirmed", registry=registry)
         self._starved = Counter(
             "hortator_worker_starved_seconds", "Time without a frame while sequences ran", registry=registry
@@ -29,7 +31,7 @@ class WorkerMetrics:
         self._broken = Counter(
             "hortator_worker_sessions_broken", "Sessions ended by a contradictory frame", registry=registry
         )
-        self._lives_before = 0
+        self._ran_before = 0
 
     def frame(self, verdict: Verdict) -> None:
         self._frames[verdict].inc()
@@ -44,14 +46,14 @@ class WorkerMetrics:
             self._decode.inc(timing.decode_tokens)
         if done.stored:
             self._stored.inc(len(done.stored))
-        if timing.idle_us and self._lives_before:
+        if timing.idle_us and self._ran_before:
             self._starved.inc(timing.idle_us * 1e-6)
-        if outcome.live != self._lives_before:
-            self._slots.set(outcome.live)
-            self._lives_before = outcome.live
+        if outcome.running != self._ran_before:
+            self._slots.set(outcome.running)
+            self._ran_before = outcome.running
 
     def session_began(self) -> None:
-        self._lives_before = 0
+        self._ran_before = 0
         self._slots.set(0)
 
     def session_broke(self) -> None:

@@ -76,7 +76,7 @@ class WorkerService:
         self._kv_changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._over = asyncio.Event()
-        self._live = 0
+        self._running = 0
         self._done_to = subjects.DONE.at(instance=identity.instance)
         self._resync_to = subjects.RESYNC.at(instance=identity.instance)
         self._kv_to = subjects.KV_EVENTS.at(instance=identity.instance)
@@ -140,7 +140,7 @@ class WorkerService:
             "incarnation": self._session.gate.incarnation,
             "seen_seq": self._session.gate.seen_seq,
             "done_seq": self._session.done_seq,
-            "slots": self._live,
+            "slots": self._running,
         }
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -158,7 +158,7 @@ class WorkerService:
             self._kv_changed.set()
         self._metrics.step(outcome)
         if self._session.on_result(outcome.done):
-            self._live = outcome.live
+            self._running = outcome.running
             self._outbox.put_nowait((self._done_to, outcome.done))
 
     def broken(self, session: BrokenSession) -> None:
@@ -221,7 +221,7 @@ class WorkerService:
             self._log.info("claimed", epoch=claim.epoch, owner=claim.owner, incarnation=incarnation)
             self._runner.fence(incarnation)
             self._metrics.session_began()
-            self._live = 0
+            self._running = 0
             blocks, after = await answer_of(self._runner, Compute.begin)
         else:
             blocks, after = await answer_of(self._runner, lambda compute: compute.page(0))
@@ -240,7 +240,7 @@ class WorkerService:
         if not isinstance(request, Drain):
             return None
         self._session.drain(request.undo)
-        self._log.info("drain", undo=request.undo, slots=self._live)
+        self._log.info("drain", undo=request.undo, slots=self._running)
         beat = self._session.beat()
         self._say(beat)
         return beat

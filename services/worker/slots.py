@@ -97,11 +97,18 @@ class Batch:
         self._ones = np.ones(slots, np.int32)
         self._trues = np.ones(slots, np.bool_)
         self._live = 0
+        self._idle = 0
+        # slots in use, and those of them that have stopped
 
     @property
     def live(self) -> int:
-        """Slots that hold a sequence, stopped ones included."""
+        """Slots not released, stopped ones included."""
         return self._live
+
+    @property
+    def running(self) -> int:
+        """Slots whose sequence has not stopped."""
+        return self._live - self._idle
 
     def reset(self) -> None:
         """A new session, or a frame that failed half-way: every slot is free; hashed blocks stay."""
@@ -115,7 +122,7 @@ class Batch:
         self._watchers.clear()
         self._stop_ids[:] = [frozenset()] * self.shape.max_slots
         self._rejected = []
-        self._live = 0
+        self._live = self._idle = 0
 
     def apply(self, frame: Step) -> StepInput:
         """Take the frame's changes in their order of effect and say what is to be computed.
@@ -222,6 +229,7 @@ class Batch:
             limit = length_limit(admit, shape.max_len)
         except RequestFault as fault:
             self._stopped[slot] = True
+            self._idle += 1
             self._rejected.append(Stopped(slot, "error", str(fault)))
             self.hashes.forget_all(blocks[cached:])
             return
@@ -357,12 +365,15 @@ class Batch:
 
     def _stop(self, slot: int, result: StepResult, reason: StopReason, detail: str = "") -> None:
         self._stopped[slot] = True
+        self._idle += 1
         self._decoding[slot] = False
         self._tables.leave(slot)
         result.stopped.append(Stopped(slot, reason, detail))
 
     def _free(self, slot: int) -> None:
-        if not self._stopped[slot]:
+        if self._stopped[slot]:
+            self._idle -= 1
+        else:
             self._tables.leave(slot)
         for token in self._stop_ids[slot]:
             self._watchers[token] -= 1

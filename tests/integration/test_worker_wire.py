@@ -239,6 +239,40 @@ async def test_a_stopped_slot_ignores_frames_sent_before_its_end_was_known(sched
     assert results[1].slots == results[2].slots == []
 
 
+async def test_a_result_too_large_for_the_broker_ends_only_the_sequence_that_made_it_so() -> None:
+    async with running(MOCK, max_payload=20_000) as worker:
+        scheduler = worker.scheduler()
+        await scheduler.connect()
+        await scheduler.claim()
+        wordy = Admit(
+            1, 0, 200, list(range(200)), 0, list(range(4, 17)), Sampling(max_tokens=4, prompt_logprobs=20)
+        )
+        done = await scheduler.step(admit=[admission(), wordy], work=[Work(0, 20), Work(1, 200)])
+        assert [(row.slot, row.reason) for row in done.stopped] == [(1, "error")]
+        assert "exceed the broker's limit" in done.stopped[0].detail
+        assert (await scheduler.step(release=[1])).slots == [0]
+
+
+async def test_idle_time_counts_as_starvation_only_while_sequences_run(
+    worker: Worker, scheduler: FakeScheduler
+) -> None:
+    def starved() -> float:
+        value = worker.registry.get_sample_value("hortator_worker_starved_seconds_total")
+        assert value is not None
+        return value
+
+    await scheduler.step()
+    assert starved() == 0
+    await scheduler.step(admit=[admission()], work=[Work(0, 20)])
+    await scheduler.step()
+    while_running = starved()
+    assert while_running > 0
+    await scheduler.step(release=[0])
+    before = starved()
+    await scheduler.step()
+    assert starved() == before
+
+
 async def test_an_inventory_is_paged_and_belongs_to_one_incarnation(
     worker: Worker, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,14 +403,15 @@ class TestWithAnEngineThread:
             await scheduler.hear(Goodbye)
             assert frame.seq in scheduler.done
 
+    @pytest.mark.parametrize("settings", [SLOW, MOCK], ids=["thread", "inline"])
     async def test_an_engine_that_raises_ends_the_process_after_beat_and_goodbye(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def explode(*_: object) -> None:
             raise MemoryError("device gone")
 
         monkeypatch.setattr("services.worker.mock.MockExecutor.run", explode)
-        async with running(self.SLOW) as slow:
+        async with running(settings) as slow:
             scheduler = slow.scheduler()
             await scheduler.connect()
             await scheduler.claim()

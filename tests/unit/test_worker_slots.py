@@ -207,6 +207,7 @@ def test_any_legal_schedule_gives_what_the_slow_batch_gives(seed: int, depth: in
                 assert table[: len(seq.blocks)].tolist() == seq.blocks
                 assert (table[len(seq.blocks) :] == -1).all()
         assert batch.live == len(slow.slots)
+        assert batch.running == sum(not seq.stopped for seq in slow.slots.values())
 
 
 def admission(
