@@ -81,7 +81,7 @@ def parse_http(text: str) -> tuple[str, int]:
 
 
 def parse_settings(items: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Service → field → value of `SERVICE.FIELD=VALUE` texts; services check the fields. Raises `BadOption`."""
+    """Service → field → value of `SERVICE.FIELD=VALUE` texts; services check fields. Raises `BadOption`."""
     settings: dict[str, dict[str, str]] = {}
     for item in items:
         match = re.fullmatch(r"(gateway|scheduler|worker|kvstore)\.([a-z][a-z0-9_]*)=(.*)", item, re.DOTALL)
