@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from shared.bus.nats import NatsBus
-from shared.wire import Beat, Goodbye, Ready, Sampling
+from shared.wire import Admit, Beat, Goodbye, Ready, Sampling, Work
 from tests.support.fake_scheduler import FakeScheduler
-from tests.support.servers import nats_server
+from tests.support.servers import RunningServer, nats_server
 
 pytestmark = pytest.mark.servers
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.servers
 @dataclass
 class Process:
     popen: subprocess.Popen[bytes]
+    server: RunningServer
     bus: NatsBus
     ready: Path
     log: Path
@@ -73,7 +74,7 @@ async def worker_process(folder: Path, **settings: Any) -> AsyncIterator[Process
         )
         bus = await NatsBus.connect(url)
         try:
-            yield Process(popen, bus, ready, log)
+            yield Process(popen, server, bus, ready, log)
         finally:
             await bus.close()
             if popen.poll() is None:
@@ -115,6 +116,25 @@ async def test_a_worker_without_a_model_says_what_to_set_and_exits(tmp_path: Pat
     async with worker_process(tmp_path) as process:
         assert await asyncio.to_thread(process.popen.wait, 20) == 1
         assert "name a model folder, or set HORTATOR_MOCK=1" in process.log.read_text()
+
+
+async def test_a_session_outlives_a_restart_of_the_broker(tmp_path: Path) -> None:
+    async with worker_process(tmp_path, mock=1) as process:
+        scheduler = await process.up()
+        await scheduler.claim()
+        ids = list(range(1000, 1020))
+        admit = Admit(0, 0, 20, ids, 0, [0, 1, 2], Sampling(max_tokens=20))
+        first = await scheduler.step(admit=[admit], work=[Work(0, 20)])
+        await asyncio.to_thread(process.server.stop)
+        await asyncio.to_thread(process.server.start)
+        scheduler.heard.clear()
+        beat = await scheduler.hear(Beat, timeout_s=20)
+        assert (beat.incarnation, beat.done_seq) == (first.incarnation, first.seq)
+        # Blocks and slots are where they were, and the last result can still be had.
+        assert (await scheduler.step()).slots == [0]
+        scheduler.done.clear()
+        await scheduler.send(scheduler.sent[0])
+        assert await scheduler.result(1) == first
 
 
 async def test_a_restarted_worker_has_a_higher_incarnation_than_any_before(tmp_path: Path) -> None:
