@@ -38,7 +38,8 @@ def grouped_bars(axes: Any, groups: list[str], series: dict[str, list[float]], u
     for number, (name, values) in enumerate(series.items()):
         places = [g + (number - (len(series) - 1) / 2) * width for g in range(len(groups))]
         bars = axes.bar(places, values, width * 0.95, label=name, color=COLOURS[number % len(COLOURS)])
-        axes.bar_label(bars, fmt="{:.4g}", fontsize=8, padding=2)
+        texts = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in values]
+        axes.bar_label(bars, labels=texts, fontsize=8, padding=2)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel(unit)
     if len(series) > 1:
