@@ -26,8 +26,8 @@ class Cost:
 class CostFit:
     """Learns a `Cost` from timings. `prefill_tok_s` and `decode_step_s` are the instance's own claims."""
 
-    KEEP = 0.98
-    """Weight an observation keeps with each later one: about the last 50 count."""
+    KEEP = 0.95
+    """Weight an observation keeps with each later one: about the last 20 count."""
     PRIOR_WEIGHT = 1.0
     DECODE_SAMPLE = 8
     """Of pure decode steps, which come by the thousand, one in this many is looked at."""

@@ -124,7 +124,8 @@ class Core:
             self.desk.cancel(event, now)
 
     def _ack(self, event: Ack, now: float) -> None:
-        if self.leads:
+        # Clients may be the only ones left that remember a leadership above ours.
+        if self.leads and not self._outranked(event.epoch, event.owner, now):
             self._effects += self.desk.ack(event, now)
 
     def _hint(self, event: Hint, now: float) -> None:
@@ -271,16 +272,27 @@ class Core:
         if not self.leads or now < self.leadership.listening_until:
             return
         effects = self._effects
-        rules = self.rules.budget
-        choices = self.fleet.choices
-        for instance in self.fleet.active:
-            depth = rules.depth(instance.fit.step_s)
-            while len(instance.in_flight) < depth:
-                frame = self.planner.plan(instance, self.desk.queue, choices, now)
-                if frame is None:
-                    break
-                effects.append(SendStep(frame.step))
+        self._plan(effects, now)
         effects += self.desk.collect(now)
+
+    def _plan(self, effects: list[Effect], now: float) -> None:
+        """Frames for every instance until its window is full or there is nothing to do."""
+        rules, queue, fleet = self.rules.budget, self.desk.queue, self.fleet
+        open_ = fleet.active
+        if len(open_) > 1 and len(queue):
+            # Who is asked first gets what is equally good anywhere.
+            open_ = open_.copy()
+            self.planner.rng.shuffle(open_)
+        while open_:
+            # One frame each in turn, so that what waits is spread before anybody's window is full.
+            unfilled = []
+            for instance in open_:
+                if len(instance.in_flight) < rules.depth(instance.fit.step_s):
+                    frame = self.planner.plan(instance, queue, fleet.choices, now)
+                    if frame is not None:
+                        effects.append(SendStep(frame.step))
+                        unfilled.append(instance)
+            open_ = unfilled
 
     def check(self) -> None:
         """Raises AssertionError where the books contradict each other; for tests, and when idle."""

@@ -40,6 +40,10 @@ class FleetRules:
     """After a failed canary an instance is left alone for this long."""
     resend_s: float = 0.1
     """Frames are sent again at most this often."""
+    stall_s: float = 10.0
+    """An instance that beats but brings no result for this long hangs. Steps are planned to last 0.5 s."""
+    max_losses: int = 8
+    """A sequence under which more instances than this were lost is ended: it may be what breaks them."""
 
 
 CANARY = "canary-of-the-scheduler"
@@ -178,7 +182,9 @@ class Fleet:
             return []
         if verdict is Verdict.GAP:
             return self._resend(instance, instance.expected, now)
+        instance.progress_at = now
         frame = instance.in_flight.popleft()
+        instance.ahead_s = instance.ahead_s - frame.cost_s if instance.in_flight else 0.0
         table = instance.table
         for slot, token in zip(done.slots, done.tokens):
             sequence = table[slot]
@@ -310,8 +316,7 @@ class Fleet:
                 instance.leave(sequence)
                 if sequence in self._canaries:
                     continue
-                self._counters.requeued += 1
-                self._desk.requeue(sequence, now)
+                self._requeue(sequence, now)
         for sequence in [seq for seq, at in self._canaries.items() if at is instance]:
             del self._canaries[sequence]
             if sequence.phase is Phase.QUEUED:
@@ -319,6 +324,15 @@ class Fleet:
         effects.append(Note("instance_lost", {"instance": instance.id, "reason": reason}))
         effects.append(self._turn_to(instance, State.LOST))
         return effects
+
+    def _requeue(self, sequence: Sequence, now: float) -> None:
+        sequence.losses += 1
+        if sequence.losses > self.rules.max_losses:
+            message = f"{sequence.losses} instances were lost while they worked on it; it is not tried again"
+            self._desk.end(sequence, "error", message, now)
+            return
+        self._counters.requeued += 1
+        self._desk.requeue(sequence, now)
 
     # Time
 
@@ -330,6 +344,9 @@ class Fleet:
             silent = now - instance.heard_at > self.rules.instance_ttl_s
             if silent and instance.state is not State.LOST:
                 effects += self.lose(instance, "it was silent", now)
+            elif instance.in_flight and now - instance.progress_at > self.rules.stall_s and instance.planned:
+                effects += self.lose(instance, "it brought no result", now)
+                instance.claim_after = now + self.rules.pause_s
             elif instance.state is State.CLAIMING and now - instance.claim_sent_at > self.rules.claim_retry_s:
                 instance.claim_sent_at = now
                 instance.pending_inventory = []
@@ -341,6 +358,7 @@ class Fleet:
     def forgive(self, now: float) -> None:
         for instance in self.instances.values():
             instance.heard_at = max(instance.heard_at, now)
+            instance.progress_at = now
 
     def check(self) -> None:
         for instance in self.instances.values():

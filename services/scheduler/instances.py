@@ -49,6 +49,8 @@ class Frame:
     issued_at: float
     firsts: list[Sequence]
     """Sequences whose known ids are all computed in it: it draws their first new token."""
+    cost_s: float
+    """What it is expected to take."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,8 @@ class Instance:
     stuck_at: int = 0
     """Next expected result at a beat that said it was computed; the second such beat proves it lost."""
     resent_at: float = -1.0
+    progress_at: float = 0.0
+    """Last result, or the first frame after a rest."""
     pending_inventory: list[Stored] = field(default_factory=list)
 
     next_seq: int = 1
@@ -101,6 +105,8 @@ class Instance:
     """Blocks set aside for expected output of the running."""
     backlog: int = 0
     """Prompt tokens admitted and not yet planned."""
+    ahead_s: float = 0.0
+    """Expected time of the frames in flight."""
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(0)
@@ -126,6 +132,7 @@ class Instance:
         self.prefilling = []
         self.stalled = []
         self.calendar = {}
+        self.ahead_s = 0.0
         self.stuck_at = 0
         self.resent_at = -1.0
         self.ready_once = False

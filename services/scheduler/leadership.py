@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+MAX_EPOCH = 2**53
+"""Above this an epoch is nonsense; believing it once would end all claims."""
+
 
 class Rule(Enum):
     FOLLOWER = "follower"
@@ -49,6 +52,8 @@ class Leadership:
 
     def heard(self, epoch: int, owner: str) -> bool:
         """Note a leadership seen in any frame; True if it fences ours."""
+        if epoch > MAX_EPOCH:
+            return False
         if owner and (not self.top_owner or outranks(epoch, owner, self.top_epoch, self.top_owner)):
             self.top_epoch, self.top_owner = epoch, owner
         return self.rule is not Rule.FOLLOWER and self.fences_us(epoch, owner)

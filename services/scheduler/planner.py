@@ -21,6 +21,10 @@ from shared.blocks import chain, root_hash
 from shared.ids import BlockHash
 from shared.wire import Admit, Extend, KvOp, Step, Work
 
+MAX_FRAME_IDS = 100_000
+"""Ids that the admissions of one frame carry at most: 5 bytes each stay well below the broker's 1 MiB.
+A single longer sequence still goes, alone."""
+
 
 class Fit:
     """Where a waiting sequence would find its beginning on an instance, and whether the rest has room."""
@@ -42,7 +46,7 @@ class Fit:
 class Draft:
     """The frame being planned."""
 
-    __slots__ = ("admit", "computes", "extend", "firsts", "kv_ops", "preempted", "seq", "work")
+    __slots__ = ("admit", "extend", "firsts", "ids", "kv_ops", "preempted", "prompt_tokens", "seq", "work")
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -51,8 +55,11 @@ class Draft:
         self.extend: list[Extend] = []
         self.kv_ops: list[KvOp] = []
         self.firsts: list[Sequence] = []
-        self.computes = False
+        self.prompt_tokens = 0
+        """Computed by `work`."""
         self.preempted = False
+        self.ids = 0
+        """Carried by `admit`."""
 
 
 class Planner:
@@ -93,7 +100,7 @@ class Planner:
             budget -= self._chunks(instance, draft, budget)
         if len(queue) and not draft.preempted and not instance.stalled:
             self._admit(instance, draft, queue, fleet, budget, now)
-        if not (draft.computes or instance.decoding or draft.extend or draft.admit or instance.leaving):
+        if not (draft.prompt_tokens or instance.decoding or draft.extend or draft.admit or instance.leaving):
             return None
         self.counters.computed_tokens += instance.decoding
         return self._issue(instance, draft, now)
@@ -175,7 +182,7 @@ class Planner:
 
     def _chunk(self, instance: Instance, draft: Draft, sequence: Sequence, count: int) -> None:
         draft.work.append(Work(sequence.slot, count))
-        draft.computes = True
+        draft.prompt_tokens += count
         self.counters.computed_tokens += count
         if sequence.preemptions:
             self.counters.recomputed_tokens += count
@@ -210,6 +217,8 @@ class Planner:
                 return
             if not self._welcome(instance, sequence):
                 continue
+            if draft.ids and draft.ids + len(sequence.request.prompt) + len(sequence.out) > MAX_FRAME_IDS:
+                return
             fit = self.fit(instance, sequence)
             if len(fleet) > 1 and not sequence.request.pin:
                 place = self._place(instance, fit, sequence, fleet)
@@ -245,6 +254,7 @@ class Planner:
                     instance=other.id,
                     cached_tokens=max(there.cached, hinted),
                     backlog_tokens=other.backlog,
+                    ahead_s=other.ahead_s,
                     running=len(other.running),
                     per_token_s=other.fit.cost.per_token_s,
                     step_s=other.fit.step_s,
@@ -252,7 +262,8 @@ class Planner:
             )
         if not candidates:
             return None
-        return choose(candidates, len(sequence.request.prompt) + len(sequence.out), self.rng)
+        tokens = len(sequence.request.prompt) + len(sequence.out)
+        return choose(candidates, tokens, instance.id, self.rng)
 
     def fit(self, instance: Instance, sequence: Sequence) -> Fit:
         """Where it would find its beginning, and whether the rest has room. Changes nothing."""
@@ -318,6 +329,7 @@ class Planner:
             draft.kv_ops.append(KvOp("copy", fit.copy_from, taken[0]))
         slot = instance.free_slots.pop()
         ids = sequence.ids()
+        draft.ids += len(ids)
         sequence.instance = instance
         sequence.slot = slot
         sequence.blocks = fit.shared + taken
@@ -370,7 +382,11 @@ class Planner:
             release=released,
             kv_ops=draft.kv_ops,
         )
-        frame = Frame(step, now, draft.firsts)
+        cost_s = instance.fit.cost.step_s(instance.decoding, draft.prompt_tokens)
+        frame = Frame(step, now, draft.firsts, cost_s)
+        instance.ahead_s += cost_s
         instance.next_seq += 1
+        if not instance.in_flight:
+            instance.progress_at = now
         instance.in_flight.append(frame)
         return frame

@@ -17,15 +17,14 @@ class WaitQueue:
     def __init__(self, aging_s: float = 30.0) -> None:
         self._aging_s = aging_s
         self._rows: list[tuple[float, int, Sequence]] = []
-        self.version = 0
-        """Raised whenever somebody joins, so that a planner knows whether to look again."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Sequence]:
         """A snapshot, first to be admitted first."""
-        return iter([row[2] for row in self._rows])
+        for row in self._rows.copy():
+            yield row[2]
 
     def _key(self, sequence: Sequence) -> tuple[float, int]:
         request = sequence.request
@@ -33,7 +32,6 @@ class WaitQueue:
 
     def push(self, sequence: Sequence) -> None:
         insort(self._rows, (*self._key(sequence), sequence))
-        self.version += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Take it out. Raises KeyError if it is not waiting."""

@@ -43,8 +43,8 @@ def stats(core: Core) -> dict[str, Any]:
                 "role": instance.info.role,
                 "state": instance.state.value,
                 "running": len(instance.running),
-                "waiting": waiting_for.count(instance.id)
-                + (waiting_for.count("") if len(core.fleet.choices) == 1 else 0),
+                # All that may go there; with several instances the same sequence counts for each.
+                "waiting": waiting_for.count(instance.id) + waiting_for.count(""),
                 "blocks_total": instance.info.blocks_total,
                 "blocks_free": instance.pool.free,
                 "blocks_cached": instance.pool.cached,

@@ -95,6 +95,8 @@ class Sequence:
     hashes: list[BlockHash] | None = None
     """Of the full blocks of prompt + out, for a sequence that resumes."""
     preemptions: int = 0
+    losses: int = 0
+    """Times its instance was lost under it."""
     changed: float = 0.0
     """When the phase began."""
     times: dict[str, float] = field(default_factory=dict)
