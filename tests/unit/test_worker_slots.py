@@ -166,7 +166,7 @@ class RandomScheduler:
                 self.hash_of[block] = block_hash
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), depth=st.integers(0, 4))
 def test_any_legal_schedule_gives_what_the_slow_batch_gives(seed: int, depth: int) -> None:
     scheduler = RandomScheduler(random.Random(seed), depth)
@@ -270,6 +270,51 @@ def run(batch: Batch, executor: MockExecutor, step: Step) -> list[int]:
 def test_a_contradictory_frame_is_refused_by_name(content: dict[str, object], complaint: str) -> None:
     with pytest.raises(FrameFault, match=re.escape(complaint)):
         busy_batch().apply(frame(**content))
+
+
+small = st.integers(-1, 8)
+wild = st.one_of(small, st.integers(-(2**63), 2**64 - 1))
+tables = st.lists(st.one_of(st.integers(0, 20), wild), max_size=6)
+parameters = st.builds(
+    Sampling,
+    max_tokens=wild,
+    min_tokens=wild,
+    seed=wild,
+    temperature=st.floats(),
+    logit_bias=st.lists(st.tuples(wild, st.floats()), max_size=2).map(tuple),
+    stop_token_ids=st.lists(wild, max_size=3).map(tuple),
+)
+hostile_frames = st.builds(
+    frame,
+    release=st.lists(wild, max_size=2),
+    admit=st.lists(
+        st.builds(Admit, small, wild, wild, st.lists(wild, max_size=12), wild, tables, parameters), max_size=3
+    ),
+    blocks=st.lists(st.builds(Extend, wild, tables), max_size=3),
+    kv_ops=st.lists(st.builds(KvOp, st.just("copy"), wild, wild), max_size=2),
+    work=st.lists(st.builds(Work, wild, wild), max_size=3),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(hostile_frames, min_size=1, max_size=3))
+def test_whatever_a_frame_holds_it_is_a_fault_or_computes_inside_its_blocks(frames: list[Step]) -> None:
+    batch, executor = busy_batch(), mock()
+    for step in frames:
+        try:
+            work = batch.apply(step)
+        except FrameFault:
+            batch.reset()
+            continue
+        for slot, start, count in zip(work.slots.tolist(), work.starts.tolist(), work.counts.tolist()):
+            table = batch.arrays.block_table[slot]
+            pages = table[start // SHAPE.block_tokens : -(-(start + count) // SHAPE.block_tokens)]
+            assert count > 0
+            assert len(pages)
+            assert ((pages >= 0) & (pages < SHAPE.blocks_total)).all()
+            assert start + count <= batch.arrays.known[slot] < SHAPE.max_len
+        assert all(0 <= block < SHAPE.blocks_total for copy in work.copies for block in copy)
+        batch.commit(work, executor.run(work, batch.arrays))
 
 
 def test_after_a_refused_frame_and_a_reset_the_batch_is_as_new_but_keeps_its_hashes() -> None:
