@@ -27,7 +27,7 @@ async def serve(context: ServiceContext) -> None:
     context.stats = worker.stats
 
     async def watch() -> None:
-        while True:
+        while not context.stopping.is_set():
             context.set_health(*worker.health())
             await asyncio.sleep(HEALTH_EVERY_S)
 

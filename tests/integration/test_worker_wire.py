@@ -338,6 +338,14 @@ async def test_told_to_stop_the_instance_says_goodbye(worker: Worker, scheduler:
     assert goodbye.incarnation == scheduler.incarnation
 
 
+async def test_a_step_that_never_ends_makes_the_instance_unhealthy(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worker.service.health() == (True, {"state": "ready", "step_running_s": 0.0})
+    monkeypatch.setattr(worker.runner, "busy_s", lambda: 30.0)
+    assert worker.service.health() == (False, {"state": "ready", "step_running_s": 30.0})
+
+
 async def test_beats_go_on_and_results_can_be_fetched_after_the_broker_was_away(
     worker: Worker, scheduler: FakeScheduler
 ) -> None:
