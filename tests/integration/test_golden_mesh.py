@@ -68,14 +68,12 @@ async def test_all_cases_at_once(mesh):
 
 @pytest.mark.parametrize("chunk", [16, 512])
 async def test_golden_with_that_chunk_size(tmp_path, chunk):
-    with Mesh.start(tmp_path, "--dtype", "float32", "--max-step-tokens", str(chunk)) as running:
+    with Mesh.start(tmp_path, "--dtype", "float32", "--set", f"worker.max_step_tokens={chunk}") as running:
         await all_at_once(running.base_url, copies=2)
 
 
 async def test_golden_after_forced_preemption(tmp_path):
     """KV for a few sequences only: the rest must be preempted or wait, and nobody's tokens change."""
-    with Mesh.start(
-        tmp_path, "--dtype", "float32", "--kv-memory", "24MiB", "--reservation", "none"
-    ) as running:
+    with Mesh.start(tmp_path, "--dtype", "float32", "--kv-memory", "24MiB") as running:
         await all_at_once(running.base_url, copies=4)
-        assert running.metric("scheduler", "hortator_preemptions_total") > 0, "it was meant to force preemption"
+        assert running.metric("scheduler", "hortator_preemptions_total") > 0

@@ -1,6 +1,7 @@
 """A mesh as real processes, started with `hortator up` and checked to leave nothing behind."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.down import leftovers
-from deploy.processes import ProcessId
+from deploy.processes import ProcessId, die_with_parent
 from deploy.rundir import RunDir
 
 HORTATOR = (sys.executable, "-P", "-m", "deploy.cli")
@@ -54,7 +55,11 @@ class Mesh:
             args += ["--http", "127.0.0.1:0"]
         with output.open("wb") as out:
             process = subprocess.Popen(
-                [*args, *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                [*args, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent(os.getpid()),
             )
         deadline = time.monotonic() + timeout_s
         while not (found := re.search(r"^ready (http://\S+)", output.read_text(), re.MULTILINE)):
@@ -125,6 +130,21 @@ class Mesh:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not ready again within {timeout_s} s, last answer {last}\n{self.logs()}")
             time.sleep(0.05)
+
+    def metric(self, instance: str, name: str) -> float:
+        """Sum of a metric's samples at one service, over all its labels; 0 when it has none."""
+        with urllib.request.urlopen(f"http://{self.service(instance)['http']}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return sum(float(value) for labelled, _, value in samples if labelled.partition("{")[0] == name)
+
+    def nats_operator(self) -> tuple[str, str, str]:
+        """URL, user and password with which an internal client may talk to the mesh."""
+        run = RunDir(self.run_dir)
+        state, credentials = run.read_state(), run.read_credentials()
+        assert state
+        assert credentials
+        return state["nats_url"], "operator", credentials["nats"]["operator"]
 
     def shared_memory(self) -> set[str]:
         """Files under /dev/shm that processes of this mesh have mapped."""
