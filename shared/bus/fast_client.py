@@ -50,12 +50,16 @@ class FastClient(Client):
             self._undrained = 0
             await self._transport.drain()
 
-    async def _process_op_err(self, e: Exception) -> None:
-        # Drop what the socket has not taken: closing would first wait until a hanging broker reads it,
-        # and hand it stale frames when it wakes up.
+    def abort(self) -> None:
+        """Drop the connection together with what the socket has not taken."""
         writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None and not (self.is_closed or self.is_reconnecting):
+        if writer is not None:
             writer.transport.abort()
+
+    async def _process_op_err(self, e: Exception) -> None:
+        # Closing would first wait until a hanging broker reads our backlog, stale frames, when it wakes up.
+        if not (self.is_closed or self.is_reconnecting):
+            self.abort()
         await super()._process_op_err(e)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:

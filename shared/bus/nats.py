@@ -173,7 +173,11 @@ class NatsBus:
         if self._client.is_connected:
             with suppress(Exception):
                 await self._client.flush(timeout=FLUSH_TIMEOUT_S)
-        await self._client.close()
+        try:
+            await asyncio.wait_for(self._client.close(), FLUSH_TIMEOUT_S)
+        except TimeoutError:
+            # The broker hangs and never reads the rest.
+            self._client.abort()
 
     async def announce(
         self, service: str, instance: str, version: str, stats: Callable[[], dict[str, Any]]

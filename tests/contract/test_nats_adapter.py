@@ -106,6 +106,17 @@ async def test_what_a_hanging_broker_has_not_taken_is_dropped_and_does_not_delay
         await sender.close()
 
 
+@pytest.mark.slow
+async def test_closing_does_not_wait_for_a_broker_that_hangs(tmp_path: Path) -> None:
+    with nats_server(tmp_path) as server:
+        bus = await NatsBus.connect(f"nats://127.0.0.1:{server.port}")
+        server.freeze()
+        for _ in range(64):
+            bus.publish_now(KV_RESTATE.at(instance="w0"), Restate(instance="w0", reason="x" * 1_000_000))
+        await asyncio.wait_for(bus.close(), 10)
+        server.thaw()
+
+
 async def test_service_discovery_answers_ping_info_and_stats_with_our_data(tmp_path: Path) -> None:
     with nats_server(tmp_path) as server:
         url = f"nats://127.0.0.1:{server.port}"
