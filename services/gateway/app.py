@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from services.gateway import limits, schema
 from services.gateway.auth import Keys
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import INTERNAL_ERROR, ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.incoming import Incoming
 from services.gateway.outlet import Headers
@@ -56,7 +56,7 @@ class Front:
             app = self._ops if incoming.path in ("/health", "/metrics") else self._rest
             await app(scope, receive, _with_request_id(send, incoming.request_id))
         except ApiError as error:
-            self._gateway.metrics.http_error(error.status, error.code)
+            self._gateway.note_error(error, incoming)
             await _answer(send, error, incoming.request_id)
 
 
@@ -102,6 +102,11 @@ def build(gateway: Gateway, keys: Keys, ops_app: App) -> Front:
         body = schema.dump({"ready": state.ok, "reason": state.reason, "model": card.name})
         headers = {} if state.ok else {"retry-after": "1"}
         return Response(body, 200 if state.ok else 503, headers, "application/json")
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": card.max_len}
+        return {**kind, **card.template_names, "chat_template": card.chat_template}
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -187,4 +192,4 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     log.error("request failed", exc_info=error, path=request.url.path)
-    return _response(ApiError(500, "Something went wrong here. It has been logged.", code="internal_error"))
+    return _response(INTERNAL_ERROR)

@@ -41,6 +41,9 @@ class ApiError(Exception):
         return headers
 
 
+INTERNAL_ERROR = ApiError(500, "Something went wrong here. It has been logged.", code="internal_error")
+
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

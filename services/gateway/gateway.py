@@ -8,7 +8,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from services.gateway import schema
-from services.gateway.errors import ApiError
+from services.gateway.errors import INTERNAL_ERROR, ApiError
 from services.gateway.generation import Generation
 from services.gateway.incoming import Incoming
 from services.gateway.metrics import GatewayMetrics
@@ -107,10 +107,15 @@ class Gateway:
                 received_at=received_at,
                 timeouts=(settings.request_timeout_s, settings.queue_timeout_s),
                 with_timing=incoming.with_timing,
+                on_error=lambda error: self.note_error(error, incoming),
             )
         except ApiError as error:
-            self.metrics.http_error(error.status, error.code)
+            self.note_error(error, incoming)
             outlet.refuse(error)
+            return
+        except Exception as bug:
+            log.error("request failed", exc_info=bug, request_id=incoming.request_id.decode())
+            outlet.refuse(INTERNAL_ERROR)
             return
         self._open.add(generation)
         try:
@@ -119,6 +124,19 @@ class Gateway:
         finally:
             generation.abandon()
             self._open.discard(generation)
+
+    def note_error(self, error: ApiError, incoming: Incoming) -> None:
+        """Count it, and log it: as a warning what is our fault, else for debugging only."""
+        self.metrics.http_error(error.status, error.code)
+        level = log.warning if error.status >= 500 else log.debug
+        level(
+            "request refused",
+            status=error.status,
+            code=error.code,
+            param=error.param,
+            path=incoming.path,
+            request_id=incoming.request_id.decode(),
+        )
 
     def _admit(self) -> None:
         if self.draining:

@@ -43,8 +43,10 @@ class Generation:
         received_at: float,
         timeouts: tuple[float, float],
         with_timing: bool,
+        on_error: Callable[[ApiError], None],
     ) -> None:
         """`timeouts`: seconds for the request and for its time in the queue; `received_at`: loop time."""
+        self._on_error = on_error
         self._plan = plan
         self._outlet = outlet
         self._card = card
@@ -107,6 +109,7 @@ class Generation:
         if self.over:
             return
         self._end("error")
+        self._on_error(error)
         self._cancel_all()
         if self._outlet.started or self._outlet.parts:
             self._outlet.parts.append(error_event(error.body()))
@@ -154,6 +157,7 @@ class Generation:
             self.fail(_ended_badly(end))
             return
         choice.done = True
+        self._metrics.times(end.times)
         finished = Finished(choice.index, end.reason)
         if end.reason == "stop" and seq.accepted and seq.accepted[-1] not in self._card.eos_ids:
             finished.stop_reason = seq.accepted[-1]

@@ -2,6 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from shared.wire import SeqTimes
+
 _SECONDS = (
     0.001,
     0.005,
@@ -48,6 +50,14 @@ class GatewayMetrics:
             "inter_token_latency_seconds", "Mean time between the tokens of a choice", _GAPS
         )
         self._e2e = histogram("e2e_request_latency_seconds", "From request to last byte", _SECONDS)
+        self._phases = {
+            "queue_s": histogram("request_queue_time_seconds", "Waiting for a slot", _SECONDS),
+            "prefill_s": histogram("request_prefill_time_seconds", "Computing the prompt", _SECONDS),
+            "decode_s": histogram("request_decode_time_seconds", "Producing tokens", _SECONDS),
+            "preempted_s": histogram("request_preempted_time_seconds", "Set aside for others", _SECONDS),
+            "recomputed_s": histogram("request_recomputed_time_seconds", "Computed again", _SECONDS),
+            "stalled_s": histogram("request_stalled_time_seconds", "Held up by a failure", _SECONDS),
+        }
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._output = histogram("request_generation_tokens", "Output tokens of a choice", _TOKENS)
         self._prompt_total = counter("prompt_tokens", "Prompt tokens in all")
@@ -82,6 +92,13 @@ class GatewayMetrics:
         if tokens > 1:
             self._gap.observe(seconds / (tokens - 1))
         self._success.labels(self._model, reason).inc()
+
+    def times(self, times: SeqTimes) -> None:
+        """The parts of a choice's time that were not nothing; the first three always."""
+        for number, (name, family) in enumerate(self._phases.items()):
+            seconds = getattr(times, name)
+            if seconds or number < 3:
+                family.observe(seconds)
 
     def ended(self, outcome: str, seconds: float) -> None:
         self._e2e.observe(seconds)

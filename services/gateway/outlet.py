@@ -24,7 +24,7 @@ SSE_HEADERS: Headers = [
     (b"x-accel-buffering", b"no"),
 ]
 PING = b": ping\n\n"
-REST_SHARE = 1.5
+REST_SHARE = 4.0
 """After a pass that took t, the next begins t times this later: under load writes then carry more events."""
 LONGEST_REST_S = 0.02
 
@@ -178,7 +178,7 @@ class Outlet:
         self._task = asyncio.get_running_loop().create_task(self._resume(coroutine, waits_for))
 
     async def _resume(self, coroutine: Any, waits_for: Any) -> None:
-        """The transport is full: go on when it is not, as a task would. A coroutine yields what it waits for."""
+        """The transport is full: go on when it is not, as a task would with what the coroutine waits for."""
         try:
             while True:
                 if waits_for is None:

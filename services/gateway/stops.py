@@ -6,28 +6,36 @@ from collections.abc import Sequence
 class StopMatcher:
     """Of one choice. `feed` text as it comes; a match is the stop string that is complete first.
 
-    Ties go to the longest. The result does not depend on how the text was cut into pieces.
+    Ties go to the longest. The result does not depend on how the text was cut into pieces. Knuth, Morris and
+    Pratt's automaton for each string, so that no text and no strings cost more than a step per character.
     """
 
-    __slots__ = ("_firsts", "_longest", "_stops", "held", "matched")
+    __slots__ = ("_fails", "_firsts", "_states", "_stops", "held", "matched")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        # Longest first: of several that end together it is met first.
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._fails = [_failures(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
+        """Characters of each string that the text now ends with."""
         self._firsts = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops))
         self.held = ""
         """Text withheld: a proper beginning of a stop string."""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
         """The text that is certain to lie before any stop string; sets `matched` when one is complete."""
+        if not self.held and self._firsts.isdisjoint(text):
+            return text
+        for position, char in enumerate(text):
+            stop = self._step(char)
+            if stop is not None:
+                self.matched = stop
+                text = self.held + text[: position + 1]
+                self.held = ""
+                return text[: len(text) - len(stop)]
         text = self.held + text
-        found = self._find(text)
-        if found is not None:
-            start, self.matched = found
-            self.held = ""
-            return text[:start]
-        keep = self._possible(text)
+        keep = len(text) - max(self._states)
         self.held = text[keep:]
         return text[:keep]
 
@@ -36,21 +44,31 @@ class StopMatcher:
         tail, self.held = self.held, ""
         return tail
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0:
-                candidate = (start + len(stop), start, stop)
-                if best is None or candidate < best:
-                    best = candidate
-        return None if best is None else best[1:]
+    def _step(self, char: str) -> str | None:
+        """Move every automaton by one character; the stop string that is complete now."""
+        states = self._states
+        complete = None
+        for number, stop in enumerate(self._stops):
+            state = states[number]
+            while state and stop[state] != char:
+                state = self._fails[number][state - 1]
+            if stop[state] == char:
+                state += 1
+            if state == len(stop):
+                complete = complete or stop
+                state = self._fails[number][state - 1]
+            states[number] = state
+        return complete
 
-    def _possible(self, text: str) -> int:
-        """Where the longest ending of `text` that begins a stop string starts."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._firsts:
-                tail = text[start:]
-                if any(stop.startswith(tail) for stop in self._stops):
-                    return start
-        return len(text)
+
+def _failures(stop: str) -> list[int]:
+    """For each prefix, the length of its longest proper prefix that is also its end."""
+    fails = [0] * len(stop)
+    length = 0
+    for position in range(1, len(stop)):
+        while length and stop[position] != stop[length]:
+            length = fails[length - 1]
+        if stop[position] == stop[length]:
+            length += 1
+        fails[position] = length
+    return fails

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from services.gateway.detok import (
     ByteDetokenizer,
@@ -60,7 +60,7 @@ class ModelCard:
 
     @cached_property
     def byte_level(self) -> bool:
-        return is_byte_level(self.tokenizer)
+        return isinstance(self.tokenizer.decoder, decoders.ByteLevel)
 
     @cached_property
     def shown(self) -> ByteTable:
@@ -160,11 +160,6 @@ def load_card(folder: Path, name: str, aliases: tuple[str, ...] = (), max_len: i
     # Built now, not in the first request.
     _ = card.longest_token, card.special, card.byte_level and (card.hidden_json, card.shown)
     return card
-
-
-def is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
-    return decoder.get("type") == "ByteLevel"
 
 
 def _encode_batch(tokenizer: Tokenizer, text: str, add_special: bool) -> list[int]:

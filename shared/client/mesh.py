@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import structlog
+
 from shared.bus.port import Bus, BusDown, PayloadTooLarge, Subscription
 from shared.client.core import ClientCore, OpenRequest, OpenSeq
 from shared.client.effects import (
@@ -21,6 +23,8 @@ from shared.client.effects import (
 )
 from shared.subjects import ACK, BEACON, CANCEL, SUBMIT, TOKENS, subject_token
 from shared.wire import Ack, Answer, Beacon, Cancel, EndRow, Submit, Tokens
+
+log = structlog.get_logger()
 
 TICK_S = 0.05
 
@@ -104,9 +108,17 @@ class MeshClient:
             if type(effect) is Progress:
                 self.progress_at = now
                 for seq, ids in effect.rows:
-                    seq.sink.tokens(seq, ids)
+                    try:
+                        seq.sink.tokens(seq, ids)
+                    except Exception as error:
+                        self._broken(seq, error)
             else:
                 self._other(effect)
+
+    def _broken(self, seq: OpenSeq, error: Exception) -> None:
+        """A sink raised, which is a bug; the other sequences of the frame must not pay for it."""
+        log.error("sink failed, cancelling its request", request=seq.request.id, exc_info=error)
+        self.cancel(seq.request.id)
 
     def _other(self, effect: Effect) -> None:
         if isinstance(effect, Submit | Cancel | Ack):

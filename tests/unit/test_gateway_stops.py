@@ -1,5 +1,7 @@
 """Stop strings, against an oracle that reads one character at a time."""
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,3 +59,12 @@ def test_nothing_is_withheld_longer_than_needed() -> None:
     assert matcher.feed("the E") == "the "
     assert matcher.feed("N") == ""
     assert matcher.feed("X") == "ENX"
+
+
+def test_hostile_strings_cost_a_step_per_character() -> None:
+    matcher = StopMatcher(["a" * (1000 + n) + "b" for n in range(16)])
+    began = time.perf_counter()
+    for _ in range(2000):
+        matcher.feed("aaaa")
+    assert time.perf_counter() - began < 2.0
+    assert len(matcher.held) == 1015
