@@ -44,7 +44,7 @@ ANSWER_S = 0.5
 
 
 class Shell:
-    """Runs one core on a bus. `run` is its whole life."""
+    """Runs one core on a bus. `run` is its whole life; made on the loop it runs on."""
 
     def __init__(self, core: Core, bus: Bus, store: Store | None, model: str, log: Any) -> None:
         self.core = core
@@ -54,7 +54,9 @@ class Shell:
         self._log = log
         self._urgent: deque[Effect] = deque()
         self._later: deque[Effect] = deque()
-        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._turning = False
+        self._subscribing: asyncio.Future[None] | None = None
         self._leading: list[Subscription] = []
         self._tasks: set[asyncio.Future[None]] = set()
         self._lease: tuple[int, str] | None = None
@@ -68,7 +70,7 @@ class Shell:
             await self._bus.subscribe(subjects.RESYNC.every(), self._feed),
             await self._bus.subscribe(subjects.BEACON.at(), self._feed),
         ]
-        works = [self._pump(), self._tick()]
+        works = [self._tick()]
         if self._store is not None:
             works.append(self._keep_lease(self._store))
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
@@ -94,14 +96,14 @@ class Shell:
         effects = self.core.handle(event, time.monotonic())
         if effects:
             self._sort(effects)
-        self._wake.set()
+        if not self._turning:
+            self._turning = True
+            # Behind whatever else this loop iteration brings.
+            self._loop.call_soon(self._turn)
 
     def _sort(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if type(effect) is SendTokens:
-                self._later.append(effect)
-            else:
-                self._urgent.append(effect)
+            (self._later if type(effect) is SendTokens else self._urgent).append(effect)
 
     async def _tick(self) -> None:
         while True:
@@ -110,25 +112,27 @@ class Shell:
 
     # Out
 
-    async def _pump(self) -> None:
+    def _turn(self) -> None:
         """One turn for all that arrived in a loop iteration; its effects in order, token frames last."""
-        core, urgent, later = self.core, self._urgent, self._later
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            self._sort(core.handle(Turn(), time.monotonic()))
-            while urgent or later:
-                effect = urgent.popleft() if urgent else later.popleft()
-                if type(effect) is SendStep:
-                    await self._send(self._at("step", effect.step.instance), effect.step)
-                elif type(effect) is SendTokens:
-                    await self._send(self._at("tokens", effect.client), effect.tokens)
-                else:
-                    await self._carry_out(effect)
+        self._turning = False
+        self._sort(self.core.handle(Turn(), time.monotonic()))
+        self._flush()
 
-    async def _carry_out(self, effect: Effect) -> None:
+    def _flush(self) -> None:
+        urgent, later = self._urgent, self._later
+        # While subscriptions change, effects wait: clients must not hear of a leader that is still deaf.
+        while (urgent or later) and self._subscribing is None:
+            effect = urgent.popleft() if urgent else later.popleft()
+            if type(effect) is SendStep:
+                self._send(self._at("step", effect.step.instance), effect.step)
+            elif type(effect) is SendTokens:
+                self._send(self._at("tokens", effect.client), effect.tokens)
+            else:
+                self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, SendBeacon):
-            await self._send(subjects.BEACON.at(), effect.beacon)
+            self._send(subjects.BEACON.at(), effect.beacon)
         elif isinstance(effect, Note):
             self._log.info(effect.event, **effect.fields)
         elif isinstance(effect, AskClaim):
@@ -140,10 +144,8 @@ class Shell:
             self._lease_now.set()
         elif isinstance(effect, DropLease):
             self._spawn(self._drop_lease(effect))
-        elif isinstance(effect, Lead):
-            await self._lead()
-        elif isinstance(effect, Follow):
-            await self._follow()
+        elif isinstance(effect, Lead | Follow):
+            self._subscribing = self._spawn(self._resubscribe(isinstance(effect, Lead)))
 
     def _at(self, kind: str, token: str) -> Address:
         address = self._addresses.get((kind, token))
@@ -155,11 +157,11 @@ class Shell:
             address = self._addresses[kind, token] = subject.at(**{name: token})
         return address
 
-    async def _send(self, to: Address, message: Wire) -> None:
+    def _send(self, to: Address, message: Wire) -> None:
         # A frame that could not be sent is like one lost on the way: the protocol sends it again.
         with contextlib.suppress(BusDown):
             try:
-                await self._bus.publish(to, message)
+                self._bus.publish_now(to, message)
             except PayloadTooLarge as error:
                 self._log.error("frame too large", subject=to.subject, size=error.size, limit=error.limit)
 
@@ -174,28 +176,42 @@ class Shell:
         if isinstance(claimed, Claimed):
             self._feed(ClaimAnswer(instance, claimed))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task: asyncio.Future[None] = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("task failed", exc_info=error)
 
     # Leadership
 
-    async def _lead(self) -> None:
-        model = subjects.subject_token(self._model)
-        for address in (
-            subjects.DONE.every(),
-            subjects.ACK.every(),
-            subjects.SUBMIT.at(model=model),
-            subjects.CANCEL.at(model=model),
-        ):
-            self._leading.append(await self._bus.subscribe(address, self._feed))
-
-    async def _follow(self) -> None:
-        self._lease = None
-        leading, self._leading = self._leading, []
-        for subscription in leading:
-            await subscription.unsubscribe()
+    async def _resubscribe(self, lead: bool) -> None:
+        """Listen to clients and results as a leader, or stop that; then let waiting effects go."""
+        try:
+            leading, self._leading = self._leading, []
+            for subscription in leading:
+                await subscription.unsubscribe()
+            if not lead:
+                self._lease = None
+                return
+            model = subjects.subject_token(self._model)
+            for address in (
+                subjects.DONE.every(),
+                subjects.ACK.every(),
+                subjects.SUBMIT.at(model=model),
+                subjects.CANCEL.at(model=model),
+            ):
+                self._leading.append(await self._bus.subscribe(address, self._feed))
+        except BusDown:
+            # Only a connection that is closed for good refuses: the process is ending.
+            self._log.warning("could not subscribe", lead=lead)
+        finally:
+            self._subscribing = None
+            self._flush()
 
     async def _keep_lease(self, store: Store) -> None:
         """Followers read the lease, the leader renews it; a store that is down changes nothing but that."""
