@@ -11,6 +11,7 @@ from tests.support.fake_backend import Script
 from tests.support.gateway_harness import MODEL, Harness, gateway_on
 
 pytest_plugins = ("tests.support.gateway_fixtures",)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SENTENCE = "The capital of France is Paris, naïve 日本 😀."
 

@@ -13,6 +13,7 @@ from tests.support.fake_backend import Script
 from tests.support.gateway_harness import MODEL, Harness, Reply, gateway_on, read_reply
 
 pytest_plugins = ("tests.support.gateway_fixtures",)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HUGE = 2**63
 

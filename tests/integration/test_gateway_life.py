@@ -11,6 +11,7 @@ from tests.support.fake_backend import Script
 from tests.support.gateway_harness import Harness, gateway_on, read_reply
 
 pytest_plugins = ("tests.support.gateway_fixtures",)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SENTENCE = "Once upon a time there was a little mesh of services that liked to row together."
 

@@ -16,6 +16,7 @@ from tests.support.fake_backend import Script
 from tests.support.gateway_harness import MODEL, Harness, gateway_on
 
 pytest_plugins = ("tests.support.gateway_fixtures",)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_01_errors_have_the_openai_envelope_and_string_codes(tiny_mesh: Harness) -> None:
