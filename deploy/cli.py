@@ -39,16 +39,24 @@ def main() -> None:
 
 
 def _run_service(name: str, rest: list[str]) -> None:
-    if rest:
-        sys.exit(
-            f"hortator {name} takes no arguments: it reads HORTATOR_* environment variables "
-            f"(see services/{name}/settings.py and shared/runtime/settings.py)"
-        )
+    """Run one service. Its settings are all it reads; `--help` lists them."""
+    from shared.runtime.settings import SettingsError
+
     try:
-        module = importlib.import_module(f"services.{name}.__main__")
+        if rest in (["--help"], ["-h"]):
+            from deploy.service_help import settings_help
+
+            settings = importlib.import_module(f"services.{name}.settings")
+            print(f"hortator {name} runs in the foreground and reads these environment variables:\n")
+            print(settings_help(getattr(settings, f"{name.capitalize()}Settings")))
+            return
+        if rest:
+            sys.exit(f"hortator {name} takes no arguments but --help: it reads HORTATOR_* variables")
+        importlib.import_module(f"services.{name}.__main__").main()
     except ModuleNotFoundError as error:
         _missing(error, name)
-    module.main()
+    except SettingsError as error:
+        sys.exit(f"hortator {name}: {error}")
 
 
 def _missing(error: ModuleNotFoundError, extra: str = "local") -> NoReturn:

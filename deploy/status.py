@@ -125,6 +125,8 @@ def _print_tables(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal:  # a pipe has no width to keep to
+        console = Console(width=140)
     console.print(
         f"{report['state']}  {report['url'] or ''}  {report['model'] or ''}  {report['run_dir']}",
         highlight=False,

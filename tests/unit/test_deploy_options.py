@@ -1,6 +1,7 @@
 """Options of `hortator up`, the settings they become, and the command line around them."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,30 @@ deploy.cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "takes no arguments" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("service", ["gateway", "scheduler", "worker", "kvstore"])
+def test_a_service_lists_its_settings_with_what_they_mean(service):
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", service, "--help"], capture_output=True, text=True, check=True
+    )
+    assert "HORTATOR_NATS_URL (default nats://127.0.0.1:4222)\n    HORTATOR_NATS_URL: where" in done.stdout
+    assert "HORTATOR_LOG_LEVEL (default info)\n    debug, info, warning or error." in done.stdout
+
+
+def test_a_setting_a_service_does_not_know_is_told_in_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "kvstore"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HORTATOR_NATS_UR": "x"},
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "hortator kvstore: unknown setting HORTATOR_NATS_UR; did you mean HORTATOR_NATS_URL"
+    )
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_missing_extra_is_named_with_the_command_that_brings_it():
