@@ -36,6 +36,7 @@ from services.scheduler.fleet import Fleet, FleetRules
 from services.scheduler.leadership import Leadership, LeadershipTimes, Rule
 from services.scheduler.planner import Planner
 from services.scheduler.policy import BatchPolicy
+from shared.ids import BlockHash
 from shared.wire import Ack, Beacon, Beat, Cancel, Done, Goodbye, Refused, Resync, Submit
 
 
@@ -274,6 +275,19 @@ class Core:
         effects = self._effects
         self._plan(effects, now)
         effects += self.desk.collect(now)
+
+    def hashes_to_look_up(self, client: str, request_id: str) -> list[BlockHash]:
+        """Block hashes of a request that waits and could go to several instances; else none.
+
+        What the instances we hold have is in their own tables already; the shared index may know more.
+        """
+        choices = self.fleet.choices
+        if len(choices) < 2 or not self.leads:
+            return []
+        sequence = self.desk.waiting(client, request_id)
+        if sequence is None or sequence.request.pin or sequence.request.sampling.prompt_logprobs is not None:
+            return []
+        return self.planner.hashes(choices[0], sequence)
 
     def _plan(self, effects: list[Effect], now: float) -> None:
         """Frames for every instance until its window is full or there is nothing to do."""

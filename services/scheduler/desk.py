@@ -34,7 +34,8 @@ class DeskRules:
     tombstone_s: float = 3600.0
     """How long a lapsed client's numbering is remembered."""
     grace_s: float = 5.0
-    """After a takeover the queue's bound does not apply: what comes had been accepted before."""
+    """After a takeover the queue may be `grace_factor` times as long: what comes had been accepted before."""
+    grace_factor: int = 4
 
 
 class Desk:
@@ -98,8 +99,11 @@ class Desk:
             return Answer(submit.request_id, "invalid", "a handle is in use by another request")
         if reason := impossible(submit, infos):
             return Answer(submit.request_id, "too_long", reason)
-        resumed = now - self._opened < self.rules.grace_s or any(row.accepted for row in submit.seqs)
-        if not resumed and len(self.queue) + len(submit.seqs) > self.rules.queue_bound:
+        bound = self.rules.queue_bound
+        if self.epoch > 1 and now - self._opened < self.rules.grace_s:
+            bound *= self.rules.grace_factor
+        resumed = any(row.accepted for row in submit.seqs)
+        if not resumed and len(self.queue) + len(submit.seqs) > bound:
             self._counters.queue_full += 1
             wait_s = self.retry_after_s()
             message = f"{len(self.queue)} sequences wait already; try again in {wait_s:.0f} s"
@@ -158,10 +162,16 @@ class Desk:
         return client.requests[submit.request_id].sequences[0]
 
     def hint(self, hint: Hint) -> None:
-        client = self.clients.get(hint.client)
-        request = client.requests.get(hint.request_id) if client else None
-        if request is not None:
-            request.hints = hint.blocks
+        if (sequence := self.waiting(hint.client, hint.request_id)) is not None:
+            sequence.request.hints = hint.blocks
+
+    def waiting(self, client: str, request_id: str) -> Sequence | None:
+        """The first sequence of this request that waits, if one does."""
+        known = self.clients.get(client)
+        request = known.requests.get(request_id) if known else None
+        if request is None:
+            return None
+        return next((seq for seq in request.sequences if seq.phase is Phase.QUEUED), None)
 
     # Cancels and acknowledgements
 

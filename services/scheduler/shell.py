@@ -20,6 +20,7 @@ from services.scheduler.events import (
     DropLease,
     Effect,
     Follow,
+    Hint,
     Lead,
     LeaseSeen,
     Note,
@@ -33,14 +34,17 @@ from services.scheduler.events import (
 )
 from shared import subjects
 from shared.bus.port import Bus, BusDown, NoAnswer, PayloadTooLarge, Subscription
+from shared.ids import BlockHash
 from shared.store.port import Store, StoreDown
 from shared.subjects import Address
-from shared.wire import Claim, Claimed, Inventory, Wire
+from shared.wire import Claim, Claimed, Inventory, Submit, Wire
 
 TICK_S = 0.05
 LEASE_POLL_S = 0.5
 ANSWER_S = 0.5
 """How long a claim may take to be answered before it is sent again."""
+LOOKUP_S = 0.005
+"""What the shared prefix index may take to answer; placement goes on without it."""
 
 
 class Shell:
@@ -55,6 +59,7 @@ class Shell:
         self._urgent: deque[Effect] = deque()
         self._later: deque[Effect] = deque()
         self._loop = asyncio.get_running_loop()
+        self._lookups: list[tuple[str, str]] = []
         self._turning = False
         self._subscribing: asyncio.Future[None] | None = None
         self._leading: list[Subscription] = []
@@ -101,6 +106,11 @@ class Shell:
             # Behind whatever else this loop iteration brings.
             self._loop.call_soon(self._turn)
 
+    def _submitted(self, submit: Submit) -> None:
+        self._feed(submit)
+        if self._store is not None and len(self.core.fleet.choices) > 1:
+            self._lookups.append((submit.client, submit.request_id))
+
     def _sort(self, effects: list[Effect]) -> None:
         for effect in effects:
             (self._later if type(effect) is SendTokens else self._urgent).append(effect)
@@ -117,6 +127,16 @@ class Shell:
         self._turning = False
         self._sort(self.core.handle(Turn(), time.monotonic()))
         self._flush()
+        while self._lookups:
+            # Whatever could be placed at once has been.
+            client, request_id = self._lookups.pop()
+            if self._store is not None and (hashes := self.core.hashes_to_look_up(client, request_id)):
+                self._spawn(self._look_up(self._store, client, request_id, hashes))
+
+    async def _look_up(self, store: Store, client: str, request_id: str, hashes: list[BlockHash]) -> None:
+        with contextlib.suppress(StoreDown, TimeoutError):
+            async with asyncio.timeout(LOOKUP_S):
+                self._feed(Hint(client, request_id, await store.longest_prefix(self._model, hashes)))
 
     def _flush(self) -> None:
         urgent, later = self._urgent, self._later
@@ -199,13 +219,13 @@ class Shell:
                 self._lease = None
                 return
             model = subjects.subject_token(self._model)
-            for address in (
-                subjects.DONE.every(),
-                subjects.ACK.every(),
-                subjects.SUBMIT.at(model=model),
-                subjects.CANCEL.at(model=model),
+            for address, handler in (
+                (subjects.DONE.every(), self._feed),
+                (subjects.ACK.every(), self._feed),
+                (subjects.SUBMIT.at(model=model), self._submitted),
+                (subjects.CANCEL.at(model=model), self._feed),
             ):
-                self._leading.append(await self._bus.subscribe(address, self._feed))
+                self._leading.append(await self._bus.subscribe(address, handler))
         except BusDown:
             # Only a connection that is closed for good refuses: the process is ending.
             self._log.warning("could not subscribe", lead=lead)

@@ -66,8 +66,13 @@ class Parts:
     async def start_scheduler(self, owner: str) -> Core:
         bus = self.broker.connect()
         core = Core(
-            owner, Rules(MODEL), ContinuousPolicy(), ExpectedOutput(), rng=random.Random(1), now=time.monotonic()
-        )  # fmt: skip
+            owner,
+            Rules(MODEL),
+            ContinuousPolicy(),
+            ExpectedOutput(),
+            rng=random.Random(1),
+            now=time.monotonic(),
+        )
         shell = Shell(core, bus, self.store, MODEL, structlog.get_logger())
         stopping = asyncio.Event()
         self._running[owner] = stopping, asyncio.create_task(shell.run(stopping)), bus
@@ -211,3 +216,29 @@ async def test_without_a_store_the_mesh_serves_all_the_same():
         (stream,) = ask(client, "r")
         await ended([stream])
         assert len(stream.ids) == 20
+
+
+async def test_a_waiting_request_is_looked_up_in_the_shared_index():
+    async with mesh("w0", "w1") as (parts, client):
+        core = await parts.start_scheduler("s0")
+        await ended(ask(client, "warm"))
+        async with asyncio.timeout(5):
+            while len(core.fleet.choices) < 2:
+                await asyncio.sleep(0.01)
+        core.planner.max_running = 1
+        busy = ask(client, "busy0", tokens=2000) + ask(client, "busy1", tokens=2000)
+        async with asyncio.timeout(5):
+            while not all(stream.ids for stream in busy):
+                await asyncio.sleep(0.005)
+        number = await parts.store.index_begin(MODEL, "w1", 1)
+        waiting = ask(client, "waiting")
+        async with asyncio.timeout(5):
+            while (sequence := core.desk.waiting("c0", "waiting")) is None:
+                await asyncio.sleep(0.001)
+        await parts.store.index_add(MODEL, number, core.hashes_to_look_up("c0", "waiting"))
+        second = ask(client, "second")
+        async with asyncio.timeout(5):
+            while (sequence := core.desk.waiting("c0", "second")) is None or not sequence.request.hints:
+                await asyncio.sleep(0.001)
+        assert sequence.request.hints == {"w1": 2}
+        await ended([*busy, *waiting, *second])
