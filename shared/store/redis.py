@@ -5,8 +5,8 @@ break in which calls fail at once, so that a black-holed server costs one time-o
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import redis.asyncio
@@ -57,19 +57,19 @@ class RedisStore:
         self._owners: dict[str, tuple[bytes | None, dict[int, str]]] = {}
 
     async def ping(self) -> None:
-        with self._reach():
+        async with self._reach():
             await self._client.ping()
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def read_lease(self, model: str) -> LeaseState:
-        with self._reach():
+        async with self._reach():
             highest, lease = await self._client.mget(keys.epoch(model), keys.lease(model))
         return LeaseState(_fence(highest)[0] if highest else 0, _fence(lease) if lease else None)
 
     async def write_lease(self, model: str, epoch: int, owner: str, ttl_s: float) -> bool:
-        with self._reach():
+        async with self._reach():
             return bool(
                 await self._write_lease(
                     keys=[keys.lease(model), keys.epoch(model)],
@@ -78,27 +78,26 @@ class RedisStore:
             )
 
     async def release_lease(self, model: str, epoch: int, owner: str) -> None:
-        with self._reach():
+        async with self._reach():
             await self._release(keys=[keys.lease(model)], args=[f"{epoch} {owner}"])
 
     async def hold(self, name: str, owner: str, ttl_s: float) -> bool:
-        with self._reach():
+        async with self._reach():
             return bool(await self._hold(keys=[keys.hold(name)], args=[owner, _ms(ttl_s)]))
 
     async def let_go(self, name: str, owner: str) -> None:
-        with self._reach():
+        async with self._reach():
             await self._release(keys=[keys.hold(name)], args=[owner])
 
     async def put_instance(self, model: str, instance: str, record: bytes, ttl_s: float) -> None:
-        with self._reach():
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.set(keys.instance(model, instance), record, px=_ms(ttl_s))
-                pipe.sadd(keys.instances(model), instance)
-                pipe.expire(keys.instances(model), keys.TABLE_TTL_S)
-                await pipe.execute()
+        async with self._reach(), self._client.pipeline(transaction=False) as pipe:
+            pipe.set(keys.instance(model, instance), record, px=_ms(ttl_s))
+            pipe.sadd(keys.instances(model), instance)
+            pipe.expire(keys.instances(model), keys.TABLE_TTL_S)
+            await pipe.execute()
 
     async def list_instances(self, model: str) -> dict[str, bytes]:
-        with self._reach():
+        async with self._reach():
             names = sorted(name.decode() for name in await self._client.smembers(keys.instances(model)))
             if not names:
                 return {}
@@ -109,11 +108,10 @@ class RedisStore:
         return {name: record for name, record in zip(names, records, strict=True) if record is not None}
 
     async def drop_instance(self, model: str, instance: str) -> None:
-        with self._reach():
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.delete(keys.instance(model, instance))
-                pipe.srem(keys.instances(model), instance)
-                await pipe.execute()
+        async with self._reach(), self._client.pipeline(transaction=False) as pipe:
+            pipe.delete(keys.instance(model, instance))
+            pipe.srem(keys.instances(model), instance)
+            await pipe.execute()
 
     async def index_begin(self, model: str, instance: str, born: int) -> int:
         numbers: list[int] = []
@@ -130,7 +128,7 @@ class RedisStore:
         await self._change_table(model, lambda table: table.retire(instance))
 
     async def index_instances(self, model: str) -> set[str]:
-        with self._reach():
+        async with self._reach():
             return set(decode_table(await self._client.get(keys.index(model))).live)
 
     async def index_add(self, model: str, number: int, hashes: Sequence[bytes]) -> bool:
@@ -142,7 +140,7 @@ class RedisStore:
     async def index_sweep(self, model: str, cursor: int) -> SweepSlice:
         if cursor == 0:
             await self._change_table(model, IndexTable.sweep_begins)
-        with self._reach():
+        async with self._reach():
             pattern = keys.block_prefix(model) + b"*"
             after, found = await self._client.scan(cursor, match=pattern, count=SWEEP_SLICE)
             deleted = 0
@@ -153,7 +151,7 @@ class RedisStore:
         return SweepSlice(after, len(found) - deleted, deleted)
 
     async def longest_prefix(self, model: str, hashes: Sequence[bytes]) -> dict[str, int]:
-        with self._reach():
+        async with self._reach():
             raw, *bitmaps = await self._mget(keys.index(model).encode(), keys.block_prefix(model), hashes)
         known, owners = self._owners.get(model, (None, {}))
         if raw != known:
@@ -182,7 +180,7 @@ class RedisStore:
 
     async def _write_blocks(self, script: Any, model: str, hashes: Sequence[bytes], args: list[int]) -> bool:
         prefix, live = keys.block_prefix(model), keys.live(model)
-        with self._reach():
+        async with self._reach():
             for start in range(0, max(1, len(hashes)), WRITE_SLICE):
                 blocks = [prefix + h[: keys.HASH_BYTES] for h in hashes[start : start + WRITE_SLICE]]
                 if not await script(keys=[live, *blocks], args=args):
@@ -192,17 +190,17 @@ class RedisStore:
     async def _change_table(self, model: str, change: Callable[[IndexTable], IndexTable]) -> None:
         where = [keys.index(model), keys.live(model)]
         for _ in range(_SWAP_ATTEMPTS):
-            with self._reach():
+            async with self._reach():
                 raw = await self._client.get(where[0]) or b""
             table = change(decode_table(raw))
-            with self._reach():
+            async with self._reach():
                 args = [raw, encode_table(table), table.live_bits(), keys.TABLE_TTL_S]
                 if await self._swap(keys=where, args=args):
                     return
         raise StoreDown(f"the index table of {model} is changed by others all the time")
 
-    @contextmanager
-    def _reach(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _reach(self) -> AsyncIterator[None]:
         if time.monotonic() < self._down_until:
             raise StoreDown(self._down_reason)
         try:
@@ -214,6 +212,8 @@ class RedisStore:
             self._down_reason = f"{type(error).__name__}: {error}"
             if not isinstance(error, redis.exceptions.ResponseError):
                 self._down_until = time.monotonic() + BREAK_S
+                # A server that restarted has closed the other idle connections as well.
+                await self._client.connection_pool.disconnect(inuse_connections=False)
             raise StoreDown(self._down_reason) from None
 
 

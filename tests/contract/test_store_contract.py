@@ -256,6 +256,20 @@ async def test_every_call_fails_quickly_while_the_server_is_away_and_works_when_
 
 
 @pytest.mark.servers
+async def test_a_restart_of_the_server_costs_one_failed_call_however_many_connections_were_idle() -> None:
+    with redis_server() as server:
+        store = RedisStore(f"redis://127.0.0.1:{server.port}/0")
+        await asyncio.gather(*(store.read_lease("m") for _ in range(8)))
+        server.stop()
+        server.start()
+        with pytest.raises(StoreDown):
+            await store.read_lease("m")
+        await _back(store)
+        await asyncio.gather(*(store.read_lease("m") for _ in range(8)))
+        await store.close()
+
+
+@pytest.mark.servers
 async def test_a_denied_command_names_the_fault_and_does_not_look_like_an_outage() -> None:
     with redis_server("user default off\nuser poor on >pw ~hortator:* +@connection +mget") as poor:
         store = RedisStore(f"redis://poor:pw@127.0.0.1:{poor.port}/0")
