@@ -14,6 +14,7 @@ from services.gateway.auth import Keys
 from services.gateway.errors import INTERNAL_ERROR, ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.incoming import Incoming
+from services.gateway.openapi import describe
 from services.gateway.outlet import Headers
 from services.gateway.plan import no_such_model, plain_messages
 from shared.runtime.http import App
@@ -136,6 +137,14 @@ def build(gateway: Gateway, keys: Keys, ops_app: App) -> Front:
         text = card.decode(body.tokens, skip_special=body.skip_special_tokens)
         return Response(schema.dump({"prompt": text}), media_type="application/json")
 
+    document: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not document:
+            document.update(describe(app))
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
     return Front(gateway, keys, ops_app, app)
 
 

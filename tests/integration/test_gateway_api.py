@@ -391,3 +391,18 @@ async def test_an_idle_stream_is_kept_alive_by_comments(tiny_folder: Path) -> No
             await reader.readuntil(b": ping\n\n")
             await reader.readuntil(b": ping\n\n")
         writer.close()
+
+
+async def test_the_interface_describes_itself(tiny_mesh: Harness) -> None:
+    document = (await tiny_mesh.get("/openapi.json")).json
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        assert "requestBody" in document["paths"][path]["post"]
+    assert "/v1/models" in document["paths"]
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "max_completion_tokens", "temperature"} <= set(fields)
+
+
+async def test_lm_eval_finds_what_its_remote_tokenizer_needs(tiny_mesh: Harness) -> None:
+    info = (await tiny_mesh.get("/tokenizer_info")).json
+    assert info["eos_token"] == "<|im_end|>"
+    assert "<|im_start|>" in info["chat_template"]
