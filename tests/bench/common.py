@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -29,6 +30,9 @@ from tests.support.mesh import Mesh
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = "smollm2-135m-instruct"
+
+PATIENT = ("--set", "gateway.queue_timeout_s=3600", "--set", "gateway.request_timeout_s=3600")
+"""For meshes that get all their requests at once: nobody is sent away for waiting."""
 
 
 def options(text: str, module: str) -> argparse.ArgumentParser:
@@ -105,6 +109,7 @@ def _text(cell: Any) -> str:
 @contextmanager
 def mesh(*flags: str) -> Iterator[tuple[Mesh, Target]]:
     """A mesh in a temporary folder, and how to reach it; nothing of it is left afterwards."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="hortator-bench-") as folder:
         print(f"hortator up {shlex.join(flags)} …", flush=True)
         with Mesh.start(Path(folder), *flags) as running:

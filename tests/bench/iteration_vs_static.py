@@ -23,7 +23,7 @@ from deploy.bench.workload import Shape
 from services.scheduler.admission import ExpectedOutput
 from services.scheduler.policy import BatchPolicy, ContinuousPolicy, StaticBatchPolicy
 from tests.bench.books import Books
-from tests.bench.common import DATA, Report, announce, block_tokens, mesh, options, watching
+from tests.bench.common import DATA, PATIENT, Report, announce, block_tokens, mesh, options, watching
 from tests.bench.simulated import VOCAB, Request, SimulatedMesh, Size
 from tests.support.mesh import Mesh
 
@@ -96,12 +96,12 @@ async def drive(
     jobs = traces.jobs(scaled, Shape(), str(seed))
     async with watching(running, books):
         # As many clients as requests: all of them wait at the scheduler, none at the generator.
-        return await closed_loop(target, jobs, len(jobs), Conditions(), lambda record: None)
+        return await closed_loop(target, jobs, len(jobs), Conditions(timeout_s=3600), lambda record: None)
 
 
 def measure(policy: str, rows: list[TraceRow], slots: int, scale: float, seed: int) -> Outcome:
     # Enough KV for every slot's longest sequence, so that memory decides nothing here.
-    flags = ("--policy", policy, "--max-slots", str(slots), "--kv-memory", "2GiB")
+    flags = ("--policy", policy, "--max-slots", str(slots), "--kv-memory", "2GiB", *PATIENT)
     with mesh(*flags) as (running, target):
         books = Books(block_tokens(running))
         run = asyncio.run(drive(running, target, books, rows, scale, seed))

@@ -21,7 +21,7 @@ from deploy.chat import HttpAnswerer, Settings
 from services.scheduler.admission import ExpectedOutput, Reservation, ReserveMax
 from services.scheduler.policy import ContinuousPolicy
 from tests.bench.books import Books
-from tests.bench.common import DATA, Report, announce, block_tokens, mesh, options, watching
+from tests.bench.common import DATA, PATIENT, Report, announce, block_tokens, mesh, options, watching
 from tests.bench.simulated import VOCAB, Request, SimulatedMesh, Size
 from tests.support.mesh import Mesh
 
@@ -95,7 +95,7 @@ async def drive(running: Mesh, target: Target, books: Books, count: int, limit: 
     rng = random.Random(seed)
     asks = [a.format(t) for a in _ASK for t in _TOPICS]
     questions = [rng.choice(asks) for _ in range(count)]
-    answer = HttpAnswerer(target, Settings(max_tokens=limit, temperature=0.8, seed=seed))
+    answer = HttpAnswerer(target, Settings(max_tokens=limit, temperature=0.8, seed=seed, timeout_s=3600))
     loop = asyncio.get_running_loop()
     async with watching(running, books):
         began = loop.time()
@@ -106,7 +106,7 @@ async def drive(running: Mesh, target: Target, books: Books, count: int, limit: 
 
 
 def measure(way: str, kv_memory: str, count: int, limit: int, seed: int) -> Outcome:
-    flags = ("--reservation", way, "--kv-memory", kv_memory, "--max-slots", "64")
+    flags = ("--reservation", way, "--kv-memory", kv_memory, "--max-slots", "64", *PATIENT)
     with mesh(*flags) as (running, target):
         books = Books(block_tokens(running))
         wall_s = asyncio.run(drive(running, target, books, count, limit, seed))
