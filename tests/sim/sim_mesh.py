@@ -217,9 +217,12 @@ class Mesh:
     def check_baseline(self) -> None:
         """P6: nothing is held by anybody once nobody wants anything."""
         self.check_books()
+        leading = [s.name for s in self.schedulers.values() if s.alive and s.core.leads]
         leader = self.leader
         if leader is None:
             raise Violation("P5: nobody leads")
+        if len(leading) > 1:
+            raise Violation(f"P4: {leading} lead at the same time")
         core = leader.core
         if len(core.desk.queue):
             raise Violation(f"P6: {len(core.desk.queue)} sequences still wait")

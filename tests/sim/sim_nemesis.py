@@ -100,7 +100,8 @@ def _cancel(mesh: Mesh, plan: Plan, client: ClientNode, spec: Open) -> None:
 def _plan_fault(mesh: Mesh, plan: Plan, rng: random.Random) -> None:
     when = rng.uniform(1.6, TROUBLE_S)
     fault = rng.choice((kill_worker, stop_worker, cut_worker, kill_scheduler, stop_scheduler, cut_scheduler,
-                        kill_client, cut_client, flush_redis, lose_redis, storm))  # fmt: skip
+                        kill_client, cut_client, flush_redis, lose_redis, storm,
+                        end_worker, end_scheduler, drain_worker))  # fmt: skip
     lasting = rng.choice((0.05, 0.3, 1.2, 2.0, 4.0))
     if fault in (cut_client, stop_worker, stop_scheduler, cut_scheduler) and rng.random() < 0.2:
         lasting = 12.0
@@ -126,6 +127,29 @@ def kill_scheduler(mesh: Mesh, plan: Plan, lasting: float, pick: float) -> None:
         plan.note(mesh, f"kill {scheduler.name}, another in {lasting} s")
         mesh.kill(scheduler)
         mesh.world.after(lasting, mesh.start_scheduler)
+
+
+def end_worker(mesh: Mesh, plan: Plan, lasting: float, pick: float) -> None:
+    if (worker := _of(list(mesh.workers.values()), pick)) is not None and not worker.stopped:
+        plan.note(mesh, f"end {worker.name} in order, back in {lasting} s")
+        mesh.to_schedulers(worker, worker.session.goodbye("stopped"))
+        mesh.kill(worker)
+        mesh.world.after(lasting, lambda: mesh.start_worker(worker.name))
+
+
+def end_scheduler(mesh: Mesh, plan: Plan, lasting: float, pick: float) -> None:
+    if (scheduler := _of(list(mesh.schedulers.values()), pick)) is not None:
+        plan.note(mesh, f"end {scheduler.name} in order, another in {lasting} s")
+        scheduler.shut_down()
+        mesh.kill(scheduler)
+        mesh.world.after(lasting, mesh.start_scheduler)
+
+
+def drain_worker(mesh: Mesh, plan: Plan, lasting: float, pick: float) -> None:
+    if (worker := _of(list(mesh.workers.values()), pick)) is not None:
+        plan.note(mesh, f"drain {worker.name} for {lasting} s")
+        worker.session.drain(False)
+        mesh.world.after(lasting, lambda: worker.session.drain(True))
 
 
 def kill_client(mesh: Mesh, plan: Plan, lasting: float, pick: float) -> None:

@@ -225,7 +225,7 @@ class SchedulerNode(Node):
         )  # fmt: skip
         self.lease: tuple[int, str] | None = None
         self._turning = False
-        self.world.every(self, 0.05, self._tick)
+        self.world.every(self, 0.1, self._tick)
         self.world.every(self, 0.5, self._lease_round)
 
     def feed(self, event: Any) -> None:
