@@ -175,8 +175,8 @@ class NatsBus:
                 await self._client.flush(timeout=FLUSH_TIMEOUT_S)
         try:
             await asyncio.wait_for(self._client.close(), FLUSH_TIMEOUT_S)
-        except TimeoutError:
-            # The broker hangs and never reads the rest.
+        except (TimeoutError, RuntimeError, OSError):
+            # The broker hangs and never reads the rest, or it is gone and uvloop refuses the closed socket.
             self._client.abort()
 
     async def announce(
