@@ -126,8 +126,13 @@ def greedy(max_tokens: int, **more: Any) -> Sampling:
     return Sampling(max_tokens=max_tokens, temperature=0.0, **more)
 
 
-def save_tiny(family: str, path: Path, seed: int = 0, **overrides: Any) -> Any:
-    """A tiny random model of a family saved as a Hugging Face folder; returns the transformers model."""
+def save_tiny(
+    family: str, path: Path, seed: int = 0, broken_token: int | None = None, **overrides: Any
+) -> Any:
+    """A tiny random model of a family saved as a Hugging Face folder; returns the transformers model.
+
+    The embedding of `broken_token` is not a number.
+    """
     import torch
     import transformers
 
@@ -155,6 +160,8 @@ def save_tiny(family: str, path: Path, seed: int = 0, **overrides: Any) -> Any:
         for name, value in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 value.add_(torch.randn_like(value) * 0.3)
+    if broken_token is not None:
+        model.get_input_embeddings().weight.data[broken_token] = float("nan")
     model = model.float().eval()
     model.save_pretrained(path, safe_serialization=True)
     return model

@@ -53,14 +53,15 @@ class TorchExecutor:
     """
 
     def __init__(self, model_dir: Path, options: EngineOptions = EngineOptions()) -> None:
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
+        threads = options.threads or torch.get_num_threads()
         folder = ModelFolder(model_dir, options.max_len)
         config = folder.config
         device = Device(options.device, options.dtype)
         plan = plan_kv(config, options.kv_dtype, options.kv_bytes, options.block_tokens)
         self._kv = KvCache(config, plan, options.kv_dtype, device.torch)
-        self._decoder, reason = choose_decoder(folder, device, self._kv, options.kernels)
+        self._decoder, reason = choose_decoder(folder, device, self._kv, options.kernels, threads)
+        # With native kernels torch only helps with sampling: a second pool of threads would be in their way.
+        torch.set_num_threads(threads if isinstance(self._decoder, TorchDecoder) else 1)
         fingerprint = folder.fingerprint(options.dtype, options.kv_dtype)
         folder.close()
         prefill, decode = measure_speed(self._decoder, self._kv, config.max_len, options.measure_s)
@@ -69,7 +70,7 @@ class TorchExecutor:
             "dtype": options.dtype,
             "kv_dtype": options.kv_dtype,
             "device": options.device,
-            "threads": str(torch.get_num_threads()),
+            "threads": str(threads),
             "block_bytes": str(plan.block_bytes),
         } | self._decoder.detail()
         if reason:
@@ -132,7 +133,7 @@ class TorchExecutor:
 
 
 def choose_decoder(
-    folder: ModelFolder, device: Device, kv: KvCache, kernels: str
+    folder: ModelFolder, device: Device, kv: KvCache, kernels: str, threads: int
 ) -> tuple[Decoder, str | None]:
     """The fastest decoder for this model here, and why it is not the native one (None if it is).
 
@@ -141,13 +142,12 @@ def choose_decoder(
     if kernels not in ("auto", "native", "torch"):
         raise ValueError(f"--kernels {kernels}: choose auto, native or torch")
     if kernels == "torch" or (device.torch.type != "cpu" and kernels == "auto"):
-        return TorchDecoder(
-            folder, device, kv
-        ), "torch was asked for" if kernels == "torch" else device.torch.type
+        return TorchDecoder(folder, device, kv), f"{kernels} on {device.torch.type}"
     try:
         if reason := why_not(folder.config, kv):
             raise KernelsUnavailable(reason)
-        return NativeDecoder(Kernels(), folder, device.weight_dtype == "float16", kv), None
+        half = device.weight_dtype == "float16"
+        return NativeDecoder(Kernels(threads), folder, half, kv), None
     except KernelsUnavailable as error:
         if kernels == "native":
             raise

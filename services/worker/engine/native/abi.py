@@ -42,7 +42,7 @@ class Model(Structure):
         ("head", Matrix),
         ("norm", Pointer),
         ("kv", Pointer),
-        ("threads", c_int64),
+        ("team", Pointer),
     )
 
 
@@ -75,20 +75,24 @@ class Buffers(Structure):
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Tell ctypes the functions' parameter types."""
-    library.hortator_forward.argtypes = [POINTER(Model), POINTER(Batch), POINTER(Buffers), Pointer]
+    library.hortator_forward.argtypes = [POINTER(Model), POINTER(Batch), POINTER(Buffers), Pointer, Pointer]
     library.hortator_forward.restype = None
-    library.hortator_pack.argtypes = [Pointer, c_int64, c_int64, c_int64, Pointer]
+    library.hortator_muster.argtypes = [c_int64]
+    library.hortator_muster.restype = Pointer
+    library.hortator_dismiss.argtypes = [Pointer]
+    library.hortator_dismiss.restype = None
+    library.hortator_pack.argtypes = [Pointer, Pointer, c_int64, c_int64, c_int64, Pointer]
     library.hortator_pack.restype = None
     library.hortator_multiply.argtypes = [
+        Pointer,
         POINTER(Matrix),
         c_int64,
         c_int64,
         Pointer,
         Pointer,
         c_int64,
-        c_int64,
     ]
     library.hortator_multiply.restype = None
-    library.hortator_scan.argtypes = [Pointer, c_int64, c_int64, c_int64, Pointer, Pointer, c_int64]
+    library.hortator_scan.argtypes = [Pointer, Pointer, c_int64, c_int64, c_int64, Pointer, Pointer]
     library.hortator_scan.restype = None
     return library

@@ -11,7 +11,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
 _MAIN = "decoder.cpp"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC")
 _NEEDED_CPU_FLAGS = {"avx2", "fma", "f16c"}
 
 
@@ -26,10 +26,7 @@ def cache_dir() -> Path:
 
 
 def load() -> ctypes.CDLL:
-    """The compiled kernels, compiling them first if need be. Raises `KernelsUnavailable`.
-
-    torch must have been imported: the library then shares its OpenMP runtime.
-    """
+    """The compiled kernels, compiling them first if need be. Raises `KernelsUnavailable`."""
     library = library_path()
     if not library.exists():
         compile_kernels(library)

@@ -1,6 +1,6 @@
 """`Decoder` on the native kernels: packs the weights, keeps the buffers, makes one call per step."""
 
-import ctypes
+import weakref
 
 import numpy as np
 import torch
@@ -15,32 +15,33 @@ from services.worker.engine.weights import LayerWeights, ModelFolder
 
 PANEL = 16
 _MAX_GROUP = 256
+PHASES = ("embed", "norm", "qkv", "rope and KV write", "attention", "out", "gate and up", "down", "head")
+"""Kinds of work in a pass, as `src/decoder.cpp` counts them."""
 
 
 class Kernels:
-    """The loaded library. Raises `KernelsUnavailable` when it cannot be had."""
+    """The loaded library and a team of `threads` that works for it. Raises `KernelsUnavailable`.
 
-    def __init__(self) -> None:
+    One caller at a time: a team does one piece of work after the other.
+    """
+
+    def __init__(self, threads: int) -> None:
         self.library = abi.declare(build.load())
+        self.team = self.library.hortator_muster(threads)
+        self.close = weakref.finalize(self, self.library.hortator_dismiss, self.team)
+        """Ends the team's threads; nothing may be computed afterwards."""
 
     def pack(self, weight: torch.Tensor, half: bool, bias: torch.Tensor | None = None) -> "PackedMatrix":
         """`weight` [n, k] float32, `bias` [n] or None, in the layout the kernels read."""
-        return PackedMatrix(self.library, weight, half, bias)
+        return PackedMatrix(self, weight, half, bias)
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """(all finite, index of the first maximum) of each row of `values`."""
         rows, size = values.shape
         finite, best = np.empty(rows, np.bool_), np.empty(rows, np.int64)
         stride = values.strides[0] // values.itemsize if rows > 1 else size
-        self.library.hortator_scan(
-            values.ctypes.data,
-            rows,
-            size,
-            stride,
-            finite.ctypes.data,
-            best.ctypes.data,
-            torch.get_num_threads(),
-        )
+        to = finite.ctypes.data, best.ctypes.data
+        self.library.hortator_scan(self.team, values.ctypes.data, rows, size, stride, *to)
         return finite, best
 
 
@@ -48,16 +49,17 @@ class PackedMatrix:
     """Owns the memory an `abi.Matrix` points to."""
 
     def __init__(
-        self, library: ctypes.CDLL, weight: torch.Tensor, half: bool, bias: torch.Tensor | None = None
+        self, kernels: Kernels, weight: torch.Tensor, half: bool, bias: torch.Tensor | None = None
     ) -> None:
         n, k = weight.shape
         padded = round_up(n)
         weight = weight.contiguous()
         self.half = half
-        self._library = library
+        self._kernels = kernels
         self._panels = torch.empty(padded * k, dtype=torch.float16 if half else torch.float32)
         self._bias = None if bias is None else torch.nn.functional.pad(bias, (0, padded - n)).contiguous()
-        library.hortator_pack(weight.data_ptr(), n, k, int(half), self._panels.data_ptr())
+        to = int(half), self._panels.data_ptr()
+        kernels.library.hortator_pack(kernels.team, weight.data_ptr(), n, k, *to)
         self.abi = abi.Matrix(self._panels.data_ptr(), _address(self._bias), n, k)
 
     @property
@@ -68,14 +70,9 @@ class PackedMatrix:
         """x [m, k] · wᵀ as [m, n rounded up to 16]; added to `into`, of that shape, if given."""
         m = len(x)
         out = torch.empty(m, round_up(self.abi.n)) if into is None else into
-        self._library.hortator_multiply(
-            self.abi,
-            int(self.half),
-            m,
-            x.data_ptr(),
-            out.data_ptr(),
-            int(into is not None),
-            torch.get_num_threads(),
+        to = out.data_ptr(), int(into is not None)
+        self._kernels.library.hortator_multiply(
+            self._kernels.team, self.abi, int(self.half), m, x.data_ptr(), *to
         )
         return out
 
@@ -124,13 +121,18 @@ class NativeDecoder:
             head=head,
             norm=self._vector(folder.tensor("model.norm.weight")),
             kv=kv.data.data_ptr(),
-            threads=torch.get_num_threads(),
+            team=kernels.team,
         )
+        self._spent = np.zeros(len(PHASES))
         self._room = 0
         self._grow(64)
 
     def detail(self) -> dict[str, str]:
         return {"kernels": "native"}
+
+    def spent(self) -> dict[str, float]:
+        """Seconds of every pass so far by kind of work."""
+        return dict(zip(PHASES, self._spent.tolist()))
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         if batch.size > self._room:
@@ -151,7 +153,8 @@ class NativeDecoder:
             write_offset=batch.write_offset.ctypes.data,
             logit_tokens=batch.logit_tokens.ctypes.data,
         )
-        self._kernels.library.hortator_forward(self._model, view, self._buffers, logits.data_ptr())
+        out = logits.data_ptr(), self._spent.ctypes.data
+        self._kernels.library.hortator_forward(self._model, view, self._buffers, *out)
         return logits[:, : self.config.vocab_size]
 
     def _layer(self, w: LayerWeights) -> abi.Layer:

@@ -62,22 +62,71 @@ inline void fold(const Running& total, const Running& part, int64_t queries, int
     }
 }
 
-// keys [16 tokens, dim] from blocks of a table → columns [dim][16]; the last valid one also stands for those behind it,
-// whose scores are masked.
+// The 16 keys of a unit, one pointer each: in place where they are float32, else expanded into `scratch` [16, dim].
+// Behind `valid` the last one is repeated; its scores are masked.
 template <class T>
-inline void transpose_keys(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid,
-                           float* columns) {
-    for (int64_t half = 0; half < kUnit; half += 8) {
-        const T* rows[8];
-        for (int64_t t = 0; t < 8; t++) {
-            const int64_t token = start + std::min(half + t, valid - 1);
-            rows[t] = pages.at<T>(table[token / pages.block_tokens], 0, head, token % pages.block_tokens);
+inline void find_keys(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid,
+                      float* scratch, const float* keys[kUnit]) {
+    for (int64_t t = 0; t < kUnit; t++) {
+        const int64_t token = start + std::min(t, valid - 1);
+        const T* key = pages.at<T>(table[token / pages.block_tokens], 0, head, token % pages.block_tokens);
+        if constexpr (sizeof(T) == sizeof(float)) {
+            keys[t] = key;
+        } else {
+            keys[t] = scratch + t * pages.head_dim;
+            for (int64_t d = 0; d < pages.head_dim; d += kLanes) store(scratch + t * pages.head_dim + d, load(key + d));
         }
-        for (int64_t d = 0; d < pages.head_dim; d += 8) {
-            Vec v[8];
-            for (int t = 0; t < 8; t++) v[t] = load(rows[t] + d);
-            transpose8(v);
-            for (int i = 0; i < 8; i++) store(columns + (d + i) * kUnit + half, v[i]);
+    }
+}
+
+// Four dot products whose lanes are still apart → their sums, lanes paired in a fixed order.
+inline __m128 sum4(Vec a, Vec b, Vec c, Vec d) {
+    const Vec ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const Vec cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    const Vec all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+    return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
+
+// scores [R, 16] = q [R, dim] · keys.
+template <int R>
+inline void score(const float* q, const float* const keys[kUnit], int64_t dim, float* scores) {
+    for (int64_t t = 0; t < kUnit; t += 4) {
+        Vec acc[R][4];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) acc[r][j] = _mm256_setzero_ps();
+        }
+        for (int64_t d = 0; d < dim; d += kLanes) {
+            Vec x[R];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) x[r] = load(q + r * dim + d);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const Vec key = load(keys[t + j] + d);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) acc[r][j] = fma(x[r], key, acc[r][j]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            _mm_storeu_ps(scores + r * kUnit + t, sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]));
+        }
+    }
+}
+
+inline void score_all(int64_t queries, const float* q, const float* const keys[kUnit], int64_t dim, float* scores) {
+    for (int64_t i = 0; i < queries;) {
+        const int64_t left = queries - i;
+        const float* from = q + i * dim;
+        float* to = scores + i * kUnit;
+        // 4 = 2 + 2: three queries fill the registers, one alone would leave them idle.
+        if (left == 3 || left >= 5) {
+            score<3>(from, keys, dim, to), i += 3;
+        } else if (left >= 2) {
+            score<2>(from, keys, dim, to), i += 2;
+        } else {
+            score<1>(from, keys, dim, to), i += 1;
         }
     }
 }
@@ -117,25 +166,44 @@ inline void gather_values(const Pages& pages, const int32_t* table, int64_t head
                           const float* weights, int64_t queries, float* out) {
     const int64_t run = std::min<int64_t>(kUnit, pages.block_tokens), dim = pages.head_dim;
     for (int64_t t = 0; t < valid; t += run) {
-        const int64_t token = start + t;
+        const int64_t token = start + t, length = std::min(run, valid - t);
         const T* values = pages.at<T>(table[token / pages.block_tokens], 1, head, token % pages.block_tokens);
-        for (int64_t d = 0; d < dim; d += kPanel) {
-            strip(queries, std::min(run, valid - t), weights + t, kUnit, values + d, dim, out + d, dim, Into::kAdd,
-                  nullptr);
+        int64_t d = 0;
+        for (; queries <= 3 && d + 2 * kPanel <= dim; d += 2 * kPanel) {
+            tile_rows<2>(int(queries), length, weights + t, kUnit, values + d, dim, kPanel, out + d, dim, Into::kAdd,
+                         nullptr);
+        }
+        for (; d < dim; d += kPanel) {
+            strip(queries, length, weights + t, kUnit, values + d, dim, out + d, dim, Into::kAdd, nullptr);
+        }
+    }
+}
+
+// Ask for a unit's keys and values ahead of time: every page is shorter than the hardware's own prefetcher needs.
+template <class T>
+inline void prefetch(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid) {
+    const int64_t run = std::min<int64_t>(kUnit, pages.block_tokens);
+    for (int64_t t = 0; t < valid; t += run) {
+        const int64_t token = start + t;
+        for (int which = 0; which < 2; which++) {
+            const T* page = pages.at<T>(table[token / pages.block_tokens], which, head, token % pages.block_tokens);
+            const char* line = reinterpret_cast<const char*>(page);
+            const char* stop = reinterpret_cast<const char*>(page + std::min(run, valid - t) * pages.head_dim);
+            for (; line < stop; line += 64) _mm_prefetch(line, _MM_HINT_T0);
         }
     }
 }
 
 // Scratch of one thread for tasks of up to `queries` queries.
 struct AttentionScratch {
-    float *scaled, *scores, *columns;
+    float *scaled, *scores, *keys;
     Running total, part;
     static int64_t floats(int64_t queries, int64_t dim) {
         return queries * (3 * dim + kUnit + 4) + dim * kUnit + 64;
     }
     AttentionScratch(float* memory, int64_t queries, int64_t dim) {
         auto take = [&](int64_t count) { return (memory += count) - count; };
-        columns = take(dim * kUnit);
+        keys = take(dim * kUnit);
         scores = take(queries * kUnit);
         scaled = take(queries * dim);
         total = {take(queries * dim), take(queries), take(queries)};
@@ -159,8 +227,12 @@ void attend(const Pages& pages, const int32_t* table, int64_t head, int64_t grou
         s.part.clear(queries, dim);
         for (int64_t start = segment; start < std::min<int64_t>(segment + kSegment, length); start += kUnit) {
             const int64_t valid = std::min<int64_t>(kUnit, length - start);
-            transpose_keys<T>(pages, table, head, start, valid, s.columns);
-            strip(queries, dim, s.scaled, dim, s.columns, kUnit, s.scores, kUnit, Into::kStore, nullptr);
+            const float* keys[kUnit];
+            find_keys<T>(pages, table, head, start, valid, s.keys, keys);
+            if (start + valid < length) {
+                prefetch<T>(pages, table, head, start + valid, std::min<int64_t>(kUnit, length - start - valid));
+            }
+            score_all(queries, s.scaled, keys, dim, s.scores);
             weigh(s.scores, s.part, queries, group, dim, start, first_position);
             gather_values<T>(pages, table, head, start, valid, s.scores, queries, s.part.out);
         }

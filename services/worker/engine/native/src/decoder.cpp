@@ -1,15 +1,14 @@
 // The forward pass of a ragged batch, one call per step. `../abi.py` mirrors the structs.
 //
-// The whole pass is one parallel region; every function called inside is worked on by the team together and
-// ends with a barrier.
-#include <omp.h>
-
+// The whole pass is one run of the team; every loop inside is shared by its members and ends with a barrier.
+#include <chrono>
 #include <limits>
 #include <vector>
 
 #include "attention.h"
 #include "elementwise.h"
 #include "gemm.h"
+#include "team.h"
 
 namespace hortator {
 
@@ -27,7 +26,7 @@ struct Model {
     Matrix embed, head;
     const float* norm;
     void* kv;
-    int64_t threads;
+    Team* team;
 };
 
 struct Batch {
@@ -40,15 +39,35 @@ struct Buffers {
     float *x, *normed, *qkv, *attended, *act;
 };
 
+// Where the time of a pass goes: seconds per kind of work, added up over passes. `PHASES` in ../decoder.py names them.
+enum Phase { kEmbed, kNorm, kQkv, kPlace, kAttention, kOut, kGateUp, kDown, kHead, kPhases };
+
+class Clock {
+  public:
+    explicit Clock(double* spent) : spent_(spent), last_(std::chrono::steady_clock::now()) {}
+    // Everything since the last call was `phase`. Called by member 0, after a barrier.
+    void tick(Phase phase) {
+        const auto now = std::chrono::steady_clock::now();
+        spent_[phase] += std::chrono::duration<double>(now - last_).count();
+        last_ = now;
+    }
+
+  private:
+    double* spent_;
+    std::chrono::steady_clock::time_point last_;
+};
+
 // Attention work of one task: tokens [first, first + count) of a row, for one KV head.
 struct Task {
     int32_t row, head, first, count;
 };
 
+constexpr int64_t kRowGrain = 4;  // tokens handed out together where each is little work
+
 class Pass {
   public:
-    Pass(const Model& model, const Batch& batch, const Buffers& buffers, float* logits)
-        : m_(model), b_(batch), buf_(buffers), logits_(logits) {
+    Pass(const Model& model, const Batch& batch, const Buffers& buffers, float* logits, double* spent)
+        : m_(model), b_(batch), buf_(buffers), logits_(logits), clock_(spent), team_(*model.team) {
         q_size_ = m_.heads * m_.head_dim;
         kv_size_ = m_.kv_heads * m_.head_dim;
         ld_qkv_ = q_size_ + 2 * kv_size_;
@@ -59,60 +78,70 @@ class Pass {
 
     template <class W, class T>
     void run() {
-#pragma omp parallel num_threads(int(m_.threads))
-        {
-            std::vector<float> memory(AttentionScratch::floats(most_queries_, m_.head_dim));
-            const AttentionScratch scratch(memory.data(), most_queries_, m_.head_dim);
-#pragma omp for schedule(static)
-            for (int64_t t = 0; t < b_.tokens; t++) unpack_row<W>(m_.embed, b_.ids[t], buf_.x + t * m_.hidden);
-            for (int64_t i = 0; i < m_.layers; i++) {
-                attention_half<W, T>(i, scratch);
-                feed_forward_half<W>(m_.layer[i]);
-            }
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < b_.logits; i++) {
-                rms_norm(buf_.x + b_.logit_tokens[i] * m_.hidden, m_.norm, m_.hidden, m_.eps,
-                         buf_.normed + i * m_.hidden);
-            }
-            multiply<W>(m_.head, b_.logits, buf_.normed, m_.hidden, logits_, panels_of(m_.head.n) * kPanel,
-                        Into::kStore);
-        }
+        team_.run([this](int member) { pass<W, T>(member); });
     }
 
   private:
     template <class W, class T>
-    void attention_half(int64_t index, const AttentionScratch& scratch) {
+    void pass(int member) {
+        const int64_t room = AttentionScratch::floats(most_queries_, m_.head_dim);
+        const AttentionScratch scratch(team_.scratch(member, room), most_queries_, m_.head_dim);
+        team_.each(b_.tokens, [&](int64_t t) { unpack_row<W>(m_.embed, b_.ids[t], buf_.x + t * m_.hidden); });
+        tick(member, kEmbed);
+        for (int64_t i = 0; i < m_.layers; i++) {
+            attention_half<W, T>(i, scratch, member);
+            feed_forward_half<W>(m_.layer[i], member);
+        }
+        team_.each(b_.logits, kRowGrain, [&](int64_t i) {
+            rms_norm(buf_.x + b_.logit_tokens[i] * m_.hidden, m_.norm, m_.hidden, m_.eps, buf_.normed + i * m_.hidden);
+        });
+        tick(member, kNorm);
+        multiply<W>(team_, m_.head, b_.logits, buf_.normed, m_.hidden, logits_, panels_of(m_.head.n) * kPanel,
+                    Into::kStore);
+        tick(member, kHead);
+    }
+
+    template <class W, class T>
+    void attention_half(int64_t index, const AttentionScratch& scratch, int member) {
         const Layer& layer = m_.layer[index];
         const int64_t dim = m_.head_dim;
         const int64_t per_layer = 2 * m_.kv_heads * m_.block_tokens * dim;
         const Pages pages{m_.kv, m_.layers * per_layer, index * per_layer, m_.kv_heads, m_.block_tokens, dim};
-        norm_all(layer.input_norm);
-        multiply<W>(layer.qkv, b_.tokens, buf_.normed, m_.hidden, buf_.qkv, ld_qkv_, Into::kStore);
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < b_.tokens; t++) place<T>(layer, pages, t);
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < tasks_.size(); i++) {
+        norm_all(layer.input_norm, member);
+        multiply<W>(team_, layer.qkv, b_.tokens, buf_.normed, m_.hidden, buf_.qkv, ld_qkv_, Into::kStore);
+        tick(member, kQkv);
+        team_.each(b_.tokens, kRowGrain, [&](int64_t t) { place<T>(layer, pages, t); });
+        tick(member, kPlace);
+        team_.each(int64_t(tasks_.size()), [&](int64_t i) {
             const Task& task = tasks_[i];
             const int64_t token = b_.row_start[task.row] + task.first;
             const int64_t at = task.head * group_ * dim;
             attend<T>(pages, b_.table + task.row * b_.table_width, task.head, group_, b_.positions[token], task.count,
                       buf_.qkv + token * ld_qkv_ + at, ld_qkv_, buf_.attended + token * q_size_ + at, q_size_, scratch);
-        }
-        multiply<W>(layer.out, b_.tokens, buf_.attended, q_size_, buf_.x, m_.hidden, Into::kAdd);
+        });
+        tick(member, kAttention);
+        multiply<W>(team_, layer.out, b_.tokens, buf_.attended, q_size_, buf_.x, m_.hidden, Into::kAdd);
+        tick(member, kOut);
     }
 
     template <class W>
-    void feed_forward_half(const Layer& layer) {
-        norm_all(layer.post_norm);
-        multiply_silu<W>(layer.gate_up, b_.tokens, buf_.normed, m_.hidden, buf_.act, ld_act_);
-        multiply<W>(layer.down, b_.tokens, buf_.act, ld_act_, buf_.x, m_.hidden, Into::kAdd);
+    void feed_forward_half(const Layer& layer, int member) {
+        norm_all(layer.post_norm, member);
+        multiply_silu<W>(team_, layer.gate_up, b_.tokens, buf_.normed, m_.hidden, buf_.act, ld_act_);
+        tick(member, kGateUp);
+        multiply<W>(team_, layer.down, b_.tokens, buf_.act, ld_act_, buf_.x, m_.hidden, Into::kAdd);
+        tick(member, kDown);
     }
 
-    void norm_all(const float* weight) {
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < b_.tokens; t++) {
+    void norm_all(const float* weight, int member) {
+        team_.each(b_.tokens, kRowGrain, [&](int64_t t) {
             rms_norm(buf_.x + t * m_.hidden, weight, m_.hidden, m_.eps, buf_.normed + t * m_.hidden);
-        }
+        });
+        tick(member, kNorm);
+    }
+
+    void tick(int member, Phase phase) {
+        if (member == 0) clock_.tick(phase);
     }
 
     // Normalise and rotate the heads of token t, and put its k and v into the cache.
@@ -152,6 +181,8 @@ class Pass {
     const Batch& b_;
     const Buffers& buf_;
     float* logits_;
+    Clock clock_;
+    Team& team_;
     int64_t q_size_, kv_size_, ld_qkv_, ld_act_, group_, most_queries_ = 1;
     std::vector<Task> tasks_;
 };
@@ -167,32 +198,38 @@ using namespace hortator;
 
 extern "C" {
 
-// Logits [batch.logits, vocab rounded up to 16] of `batch`; writes the KV of its tokens.
-void hortator_forward(const Model* model, const Batch* batch, const Buffers* buffers, float* logits) {
-    Pass pass(*model, *batch, *buffers, logits);
+// Logits [batch.logits, vocab rounded up to 16] of `batch`; writes the KV of its tokens and adds to spent [kPhases].
+void hortator_forward(const Model* model, const Batch* batch, const Buffers* buffers, float* logits, double* spent) {
+    Pass pass(*model, *batch, *buffers, logits, spent);
     model->half_weights ? run_kv<Half>(pass, *model) : run_kv<float>(pass, *model);
 }
 
+// A team of `threads`, the caller included; it lives until hortator_dismiss.
+Team* hortator_muster(int64_t threads) { return new Team(int(threads)); }
+void hortator_dismiss(Team* team) { delete team; }
+
 // Panels of weights [n, k]; `panels` holds n rounded up to 16, times k, elements.
-void hortator_pack(const float* weights, int64_t n, int64_t k, int64_t half, void* panels) {
-#pragma omp parallel
-    half ? pack(weights, n, k, static_cast<Half*>(panels)) : pack(weights, n, k, static_cast<float*>(panels));
+void hortator_pack(Team* team, const float* weights, int64_t n, int64_t k, int64_t half, void* panels) {
+    team->run([&](int) {
+        half ? pack(*team, weights, n, k, static_cast<Half*>(panels))
+             : pack(*team, weights, n, k, static_cast<float*>(panels));
+    });
 }
 
 // c [m, n rounded up to 16] = or += a [m, k] · wᵀ: one matrix product by itself, for tests and measurements.
-void hortator_multiply(const Matrix* w, int64_t half, int64_t m, const float* a, float* c, int64_t add,
-                       int64_t threads) {
+void hortator_multiply(Team* team, const Matrix* w, int64_t half, int64_t m, const float* a, float* c, int64_t add) {
     const int64_t ldc = panels_of(w->n) * kPanel;
     const Into into = add ? Into::kAdd : Into::kStore;
-#pragma omp parallel num_threads(int(threads))
-    half ? multiply<Half>(*w, m, a, w->k, c, ldc, into) : multiply<float>(*w, m, a, w->k, c, ldc, into);
+    team->run([&](int) {
+        half ? multiply<Half>(*team, *w, m, a, w->k, c, ldc, into)
+             : multiply<float>(*team, *w, m, a, w->k, c, ldc, into);
+    });
 }
 
 // finite[r], best[r]: whether all of row r of values [rows, ld] is finite, and the first index of its maximum.
-void hortator_scan(const float* values, int64_t rows, int64_t size, int64_t ld, uint8_t* finite, int64_t* best,
-                   int64_t threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(int(threads))
-    for (int64_t r = 0; r < rows; r++) {
+void hortator_scan(Team* team, const float* values, int64_t rows, int64_t size, int64_t ld, uint8_t* finite,
+                   int64_t* best) {
+    auto scan_row = [&](int64_t r) {
         const float* row = values + r * ld;
         Vec most = splat(-std::numeric_limits<float>::infinity()), zero = _mm256_setzero_ps();
         int64_t i = 0;
@@ -208,7 +245,8 @@ void hortator_scan(const float* values, int64_t rows, int64_t size, int64_t ld, 
         }
         finite[r] = rest == 0.0f;
         best[r] = finite[r] ? std::find(row, row + size, top) - row : 0;
-    }
+    };
+    team->run([&](int) { team->each(rows, scan_row); });
 }
 
 }  // extern "C"

@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "simd.h"
+#include "team.h"
 
 namespace hortator {
 
@@ -132,25 +133,23 @@ inline void panel_group(const Matrix& w, int64_t panel, int count, int64_t rows,
 
 // c [m, ldc] = or += a · wᵀ by the whole team; ldc is at least n rounded up to 16. Ends with a barrier.
 template <class W>
-void multiply(const Matrix& w, int64_t m, const float* a, int64_t lda, float* c, int64_t ldc, Into into) {
+void multiply(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* c, int64_t ldc, Into into) {
     const int64_t panels = panels_of(w.n), groups = (panels + kGroup - 1) / kGroup;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t g = 0; g < groups; g++) {
+    team.each(groups, [&](int64_t g) {
         const int64_t panel = g * kGroup;
         const int count = int(std::min<int64_t>(kGroup, panels - panel));
         for (int64_t first = 0; first < m; first += kRowBlock) {
             const int64_t rows = std::min<int64_t>(kRowBlock, m - first);
             panel_group<W>(w, panel, count, rows, a + first * lda, lda, c + first * ldc + panel * kPanel, ldc, into);
         }
-    }
+    });
 }
 
 // act [m, n / 2] = silu(gate) · up, the panels of w being gate and up in turn. Ends with a barrier.
 template <class W>
-void multiply_silu(const Matrix& w, int64_t m, const float* a, int64_t lda, float* act, int64_t ld_act) {
+void multiply_silu(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* act, int64_t ld_act) {
     const int64_t pairs = panels_of(w.n) / 2;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t pair = 0; pair < pairs; pair++) {
+    team.each(pairs, [&](int64_t pair) {
         alignas(64) float both[kRowBlock * 2 * kPanel];
         for (int64_t first = 0; first < m; first += kRowBlock) {
             const int64_t rows = std::min<int64_t>(kRowBlock, m - first);
@@ -163,7 +162,7 @@ void multiply_silu(const Matrix& w, int64_t m, const float* a, int64_t lda, floa
                 }
             }
         }
-    }
+    });
 }
 
 // Row `row` of the weights as float32, e.g. an embedding.
@@ -175,9 +174,8 @@ inline void unpack_row(const Matrix& w, int64_t row, float* out) {
 
 // Panels of weights [n, k] row by row; values beyond the range of 16 bit are clamped to it.
 template <class W>
-void pack(const float* weights, int64_t n, int64_t k, W* panels) {
-#pragma omp for schedule(static)
-    for (int64_t p = 0; p < panels_of(n); p++) {
+void pack(Team& team, const float* weights, int64_t n, int64_t k, W* panels) {
+    team.each(panels_of(n), [&](int64_t p) {
         for (int64_t i = 0; i < k; i++) {
             for (int64_t j = 0; j < kPanel; j++) {
                 float v = p * kPanel + j < n ? weights[(p * kPanel + j) * k + i] : 0.0f;
@@ -185,7 +183,7 @@ void pack(const float* weights, int64_t n, int64_t k, W* panels) {
                 from_float(v, panels + (p * k + i) * kPanel + j);
             }
         }
-    }
+    });
 }
 
 }  // namespace hortator
