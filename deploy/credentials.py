@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
-from deploy.permissions import Role, permissions
+from deploy.permissions import Role, nats_user
 
 _MESH_KEYS = (
     "~hortator:* resetchannels -@all +@read +@write +@connection +@scripting +@transaction -@dangerous"
@@ -55,20 +55,7 @@ def generate(instances: Iterable[str]) -> Credentials:
 
 def nats_config(credentials: Credentials, port: int, name: str) -> str:
     """Configuration of nats-server, secrets included: keep it in a file only its user can read."""
-    users = []
-    for user in credentials.nats.values():
-        allowed = permissions(user.role, user.name, user.instance)
-        users.append(
-            {
-                "user": user.name,
-                "password": user.password,
-                "permissions": {
-                    "publish": {"allow": list(allowed.publish)},
-                    "subscribe": {"allow": list(allowed.subscribe)},
-                    "allow_responses": True,
-                },
-            }
-        )
+    users = [nats_user(u.role, u.name, u.password, u.instance) for u in credentials.nats.values()]
     template = (Path(__file__).parent / "nats" / "nats.conf.tmpl").read_text()
     return Template(template).substitute(port=port, name=name, users=json.dumps(users, indent=2))
 

@@ -4,8 +4,10 @@
 role, except workers: each instance has its own user, which reaches its own subjects only.
 """
 
+import json
+import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shared.subjects import EVERY_SERVICE_STATUS, TABLE, Delivery, Subject, service_status
 
@@ -69,3 +71,28 @@ def permissions(role: Role, user: str, instance: str = "") -> Permissions:
         status = service_status(f"hortator-{role}", instance or "any").split(".")
         subscribe.append(".".join([*status[:-1], instance or "*"]))
     return Permissions(tuple(publish), (*subscribe, "$SRV.>", f"_INBOX.{user}.>"))
+
+
+def nats_user(role: Role, user: str, password: str, instance: str = "") -> dict[str, Any]:
+    """The entry of a user in nats-server's `authorization`."""
+    allowed = permissions(role, user, instance)
+    return {
+        "user": user,
+        "password": password,
+        "permissions": {
+            "publish": {"allow": list(allowed.publish)},
+            "subscribe": {"allow": list(allowed.subscribe)},
+            "allow_responses": True,
+        },
+    }
+
+
+def main(instances: list[str]) -> None:
+    """Print a NATS `authorization` block for one's own server, passwords left to fill in."""
+    users = [nats_user(role, role, "CHANGE ME") for role in ROLES if role != "worker"]
+    users += [nats_user("worker", f"worker-{i}", "CHANGE ME", i) for i in instances]
+    print("authorization { users:", json.dumps(users, indent=2), "}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["w0"])

@@ -138,11 +138,11 @@ N = TypeVar("N", int, float)
 
 def _numbers(option: str, text: str, kind: type[N]) -> list[N]:
     try:
-        found = [kind(part) for part in text.split(",")]
+        found = [kind(part) for part in text.replace(",", " ").split()]
     except ValueError:
         found = []
     if not found or min(found) <= 0:
-        raise ValueError(f"{option} {text!r}: write numbers above 0 with commas between them")
+        raise ValueError(f"{option} {text!r}: write numbers above 0, for example 1,8,32")
     return found
 
 
