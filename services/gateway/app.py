@@ -87,7 +87,7 @@ def build(gateway: Gateway, keys: Keys, ops_app: App) -> Front:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_object()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses={404: {"description": "No such model"}})
     async def model(name: str) -> dict[str, Any]:
         if not card.knows(name):
             raise no_such_model(name)
@@ -97,7 +97,7 @@ def build(gateway: Gateway, keys: Keys, ops_app: App) -> Front:
     async def version_() -> dict[str, str]:
         return {"version": version}
 
-    @app.get("/ready")
+    @app.get("/ready", responses={503: {"description": "The mesh does not answer; `reason` says why"}})
     async def ready() -> Response:
         state = gateway.canary.readiness()
         body = schema.dump({"ready": state.ok, "reason": state.reason, "model": card.name})

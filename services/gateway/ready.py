@@ -31,6 +31,7 @@ class Canary:
         self._prompt = ids or [0]
         self._proved_at = -1e9
         self._failure = "no canary has gone through yet"
+        self._failed_at = -1e9
         self._pending = ""
         self._sent = 0
         self.draining = False
@@ -41,7 +42,7 @@ class Canary:
         last = max(self._proved_at, self._client.progress_at)
         age = self._client.now() - last
         patience = self._settings.canary_timeout_s + self._settings.canary_interval_s
-        if last > 0 and age <= patience:
+        if last > 0 and age <= patience and self._failed_at <= last:
             return Readiness(True, "")
         if self._client.core.epoch == 0:
             return Readiness(False, "no scheduler leads: no beacon was heard")
@@ -82,8 +83,12 @@ class Canary:
         if end.reason in ("stop", "length"):
             self._proved_at = self._client.now()
         else:
-            self._failure = f"the canary ended in {end.reason}: {end.message or 'no reason given'}"
+            self._failed(f"the canary ended in {end.reason}: {end.message or 'no reason given'}")
 
     def refused(self, request: OpenRequest, answer: Answer) -> None:
         self._pending = ""
-        self._failure = f"the canary was refused ({answer.code}): {answer.message or 'no reason given'}"
+        self._failed(f"the canary was refused ({answer.code}): {answer.message or 'no reason given'}")
+
+    def _failed(self, reason: str) -> None:
+        self._failure = reason
+        self._failed_at = self._client.now()
