@@ -132,11 +132,14 @@ class Mesh:
             time.sleep(0.05)
 
     def metric(self, instance: str, name: str) -> float:
-        """Sum of a metric's samples at one service, over all its labels; 0 when it has none."""
+        """Sum of a metric's samples at one service, over all its labels. Raises KeyError when it has none."""
         with urllib.request.urlopen(f"http://{self.service(instance)['http']}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-        return sum(float(value) for labelled, _, value in samples if labelled.partition("{")[0] == name)
+        values = [float(value) for labelled, _, value in samples if labelled.partition("{")[0] == name]
+        if not values:
+            raise KeyError(f"{instance} has no metric {name}")
+        return sum(values)
 
     def nats_operator(self) -> tuple[str, str, str]:
         """URL, user and password with which an internal client may talk to the mesh."""
