@@ -45,7 +45,8 @@ class ServiceContext:
     """ASGI app that takes every request instead of `ops_app` once set (no lifespan events)."""
 
     def set_health(self, ok: bool, detail: dict[str, Any] | None = None) -> None:
-        self.health.ok = ok
+        """What `/health` tells; a service that is stopping is never well."""
+        self.health.ok = ok and not self.stopping.is_set()
         self.health.detail = detail or {}
 
 
@@ -55,7 +56,8 @@ Main = Callable[[ServiceContext], Awaitable[None]]
 def run(settings: ServiceSettings, name: str, main: Main) -> None:
     """Run service `name` (gateway, scheduler, worker, kvstore) until it is told to stop.
 
-    Raises SystemExit(1) when `main` failed, the broker cannot be reached, or it refused us for good.
+    Raises SystemExit(1) when `main` failed or had to be cancelled, the broker cannot be reached, or it
+    refused us for good.
     """
     logs.configure(name, settings.instance, settings.log_level)
     if settings.parent_pid:
@@ -75,6 +77,8 @@ async def _live(settings: ServiceSettings, name: str, main: Main) -> int:
 
     def stop(reason: str) -> None:
         log.info("stopping", reason=reason)
+        # Said before the work ends, so that nobody is sent here meanwhile.
+        health.ok, health.detail = False, {"state": "stopping"}
         stopping.set()
 
     process.on_stop_signals(asyncio.get_running_loop(), stop, settings.stop_grace_s + 5)
@@ -135,10 +139,11 @@ async def _work(main: Main, context: ServiceContext) -> int:
     task = asyncio.ensure_future(main(context))
     stopping = asyncio.ensure_future(context.stopping.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    late = False
     if not task.done():
-        context.set_health(False, {"state": "stopping"})
         await asyncio.wait({task}, timeout=context.settings.stop_grace_s)
-        if not task.done():
+        late = not task.done()
+        if late:
             context.log.error(
                 "not finished within stop_grace_s, cancelling", grace_s=context.settings.stop_grace_s
             )
@@ -148,7 +153,7 @@ async def _work(main: Main, context: ServiceContext) -> int:
     if task.done() and not task.cancelled() and (error := task.exception()) is not None:
         context.log.error("service failed", exc_info=error)
         return 1
-    return 1 if context.bus.lost.is_set() else 0
+    return 1 if late or context.bus.lost.is_set() else 0
 
 
 async def _stop_when_lost(bus: NatsBus, stop: Callable[[str], None]) -> None:
