@@ -36,6 +36,7 @@ from services.scheduler.fleet import Fleet, FleetRules
 from services.scheduler.leadership import Leadership, LeadershipTimes, Rule
 from services.scheduler.planner import Planner
 from services.scheduler.policy import BatchPolicy
+from services.scheduler.seat import prefix_hashes
 from shared.ids import BlockHash
 from shared.wire import Ack, Beacon, Beat, Cancel, Done, Goodbye, Refused, Resync, Submit
 
@@ -287,7 +288,7 @@ class Core:
         sequence = self.desk.waiting(client, request_id)
         if sequence is None or sequence.request.pin or sequence.request.sampling.prompt_logprobs is not None:
             return []
-        return self.planner.hashes(choices[0], sequence)
+        return prefix_hashes(choices[0], sequence)
 
     def _plan(self, effects: list[Effect], now: float) -> None:
         """Frames for every instance until its window is full or there is nothing to do."""

@@ -48,8 +48,10 @@ class Desk:
         self._opened = 0.0
         self._reservation = reservation
         self._counters = counters
-        self._deadlines: list[tuple[float, int, Sequence, bool]] = []
-        """(when, order, sequence, whether it only ends waiting); entries of ended ones are skipped."""
+        self._open: dict[int, Sequence] = {}
+        """By order: every sequence that has not ended."""
+        self._deadlines: list[tuple[float, int, bool]] = []
+        """(when, order, whether it only ends waiting); entries of ended sequences are skipped."""
         self._order = 0
         self._ended = 0
         self._rate = 0.0
@@ -68,6 +70,7 @@ class Desk:
         """A leadership ends: forget everything without a word; clients hear it from the next leader."""
         self.queue = WaitQueue(self.rules.aging_s)
         self.clients = {}
+        self._open = {}
         self._deadlines = []
 
     # Submits
@@ -97,7 +100,7 @@ class Desk:
             return Answer(submit.request_id, "invalid", reason)
         if any(row.handle in client.sequences for row in submit.seqs):
             return Answer(submit.request_id, "invalid", "a handle is in use by another request")
-        if reason := impossible(submit, infos):
+        if reason := impossible(submit.prompt, submit.sampling.max_tokens, infos):
             return Answer(submit.request_id, "too_long", reason)
         bound = self.rules.queue_bound
         if self.epoch > 1 and now - self._opened < self.rules.grace_s:
@@ -144,8 +147,9 @@ class Desk:
             )
             request.sequences.append(sequence)
             client.sequences[row.handle] = sequence
-            heapq.heappush(self._deadlines, (request.deadline, self._order, sequence, False))
-            heapq.heappush(self._deadlines, (request.queue_deadline, self._order, sequence, True))
+            self._open[self._order] = sequence
+            heapq.heappush(self._deadlines, (request.deadline, self._order, False))
+            heapq.heappush(self._deadlines, (request.queue_deadline, self._order, True))
             self.queue.push(sequence)
         for sequence in list(request.sequences):
             # What the client had accepted may have been all of it: only the terminal row was lost.
@@ -159,11 +163,21 @@ class Desk:
         """Queue a sequence of the core's own; its rows are read by nobody but the fleet."""
         client = Client(submit.client, now)
         self._enqueue(client, submit, now)
-        return client.requests[submit.request_id].sequences[0]
+        request = client.requests[submit.request_id]
+        request.canary = True
+        return request.sequences[0]
 
     def hint(self, hint: Hint) -> None:
         if (sequence := self.waiting(hint.client, hint.request_id)) is not None:
             sequence.request.hints = hint.blocks
+
+    def refuse_impossible(self, infos: list[InstanceInfo], now: float) -> None:
+        """An instance became known: what waits and fits nowhere ends, instead of waiting for its deadline."""
+        for sequence in self.queue:
+            request = sequence.request
+            reason = impossible(request.prompt, request.sampling.max_tokens, infos)
+            if reason and not request.canary:
+                self.end(sequence, "error", reason, now)
 
     def waiting(self, client: str, request_id: str) -> Sequence | None:
         """The first sequence of this request that waits, if one does."""
@@ -223,6 +237,7 @@ class Desk:
         if request.warming is sequence:
             request.warming = None
         sequence.enter(Phase.DONE, now)
+        self._open.pop(sequence.order, None)
         client.ends.append(sequence.end_row(reason, message))
         client.sequences.pop(sequence.handle, None)
         self._ended += 1
@@ -272,8 +287,9 @@ class Desk:
     def _expire(self, now: float) -> None:
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:
-            _, _, sequence, only_waiting = heapq.heappop(deadlines)
-            if sequence.phase is Phase.DONE:
+            _, order, only_waiting = heapq.heappop(deadlines)
+            sequence = self._open.get(order)
+            if sequence is None:
                 continue
             if not only_waiting:
                 self._counters.expired += 1
@@ -293,6 +309,10 @@ class Desk:
 
     def _sweep(self, now: float) -> None:
         self._swept_at = now
+        if len(self._deadlines) > 1000 + 4 * len(self._open):
+            # Most requests end long before their deadlines.
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._open]
+            heapq.heapify(self._deadlines)
         for client in list(self.clients.values()):
             if client.lapsed and now - client.heard_at > self.rules.tombstone_s:
                 del self.clients[client.id]
@@ -327,6 +347,7 @@ class Desk:
 
     def check(self) -> None:
         waiting = list(self.queue)
+        assert all(seq.phase is not Phase.DONE for seq in self._open.values()), "an ended one is kept"
         assert all(seq.phase is Phase.QUEUED for seq in waiting), "a sequence waits that is not queued"
         for client in self.clients.values():
             for sequence in client.sequences.values():

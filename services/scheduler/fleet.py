@@ -124,11 +124,14 @@ class Fleet:
             return [AskInventory(name, inventory)]
         instance.begin_session(claimed, instance.pending_inventory)
         instance.pending_inventory = []
-        return [self._turn_to(instance, State.CANARY), *self._start_canary(instance, now)]
+        effect = self._turn_to(instance, State.CANARY)
+        self._desk.refuse_impossible(self.infos(), now)
+        self._start_canary(instance, now)
+        return [effect]
 
     # Canaries
 
-    def _start_canary(self, instance: Instance, now: float) -> list[Effect]:
+    def _start_canary(self, instance: Instance, now: float) -> None:
         """Two greedy tokens through the real step path, before anybody's request."""
         vocab = instance.info.vocab_size
         submit = Submit(
@@ -142,9 +145,7 @@ class Fleet:
             queue_timeout_s=self.rules.canary_s,
             pin=instance.id,
         )
-        instance.canary_deadline = now + self.rules.canary_s
         self._canaries[self._desk.canary(submit, now)] = instance
-        return []
 
     def _watch_canaries(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -319,7 +320,7 @@ class Fleet:
                 self._requeue(sequence, now)
         for sequence in [seq for seq, at in self._canaries.items() if at is instance]:
             del self._canaries[sequence]
-            if sequence.phase is Phase.QUEUED:
+            if sequence.phase is not Phase.DONE:
                 self._desk.end(sequence, "error", "", now)
         effects.append(Note("instance_lost", {"instance": instance.id, "reason": reason}))
         effects.append(self._turn_to(instance, State.LOST))

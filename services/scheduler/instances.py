@@ -75,7 +75,6 @@ class Instance:
     """Not claimed again before this time; set after a failed canary."""
     ready_once: bool = False
     """The canary of this session has passed."""
-    canary_deadline: float = 0.0
     stuck_at: int = 0
     """Next expected result at a beat that said it was computed; the second such beat proves it lost."""
     resent_at: float = -1.0

@@ -16,31 +16,17 @@ from services.scheduler.placement import Candidate, choose
 from services.scheduler.policy import BatchPolicy
 from services.scheduler.preempt import pick_victim
 from services.scheduler.queues import WaitQueue
+from services.scheduler.seat import Seat, find_seat
 from services.scheduler.sequences import Phase, Sequence
-from shared.blocks import chain, root_hash
-from shared.ids import BlockHash
+from services.scheduler.validate import misfit
 from shared.wire import Admit, Extend, KvOp, Step, Work
+
+MAX_PASSED_OVER = 16
+"""Waiting sequences that may be left to other instances before a plan stops looking."""
 
 MAX_FRAME_IDS = 100_000
 """Ids that the admissions of one frame carry at most: 5 bytes each stay well below the broker's 1 MiB.
 A single longer sequence still goes, alone."""
-
-
-class Fit:
-    """Where a waiting sequence would find its beginning on an instance, and whether the rest has room."""
-
-    __slots__ = ("cached", "copy_from", "fits", "need", "reserve", "shared")
-
-    def __init__(self, shared: list[int], copy_from: int, cached: int) -> None:
-        self.shared = shared
-        self.copy_from = copy_from
-        """Block to copy on write, or -1: the whole sequence is cached and its last id is computed again."""
-        self.cached = cached
-        self.need = 0
-        """Blocks to take now."""
-        self.reserve = 0
-        """Blocks to set aside for expected output."""
-        self.fits = False
 
 
 class Draft:
@@ -212,6 +198,7 @@ class Planner:
             return
         if budget < 0:
             budget = self._budget(instance)
+        passed_over = 0
         for sequence in queue:
             if room <= 0 or (budget <= 0 and not self.policy.joins_together):
                 return
@@ -219,31 +206,36 @@ class Planner:
                 continue
             if draft.ids and draft.ids + len(sequence.request.prompt) + len(sequence.out) > MAX_FRAME_IDS:
                 return
-            fit = self.fit(instance, sequence)
+            seat = find_seat(instance, sequence, self.reservation)
             if len(fleet) > 1 and not sequence.request.pin:
-                place = self._place(instance, fit, sequence, fleet)
+                place = self._place(instance, seat, sequence, fleet)
                 if place is not None and place != instance.id:
+                    passed_over += 1
+                    if passed_over == MAX_PASSED_OVER:
+                        return
                     continue
-            if not fit.fits:
+            if not seat.fits:
                 # Nobody overtakes the first in the queue, or a long request would wait for ever.
                 return
             queue.remove(sequence)
-            budget -= self._seat(instance, draft, sequence, fit, max(budget, 0), now)
+            budget -= self._seat(instance, draft, sequence, seat, max(budget, 0), now)
             room -= 1
 
     def _welcome(self, instance: Instance, sequence: Sequence) -> bool:
         request = sequence.request
-        if request.warming is not None:
+        if request.warming is not None or request.pin not in ("", instance.id):
             return False
-        if request.pin:
-            return request.pin == instance.id
-        return instance.state is State.READY
+        if request.canary:
+            return True
+        return instance.state is State.READY and not misfit(
+            len(request.prompt), request.sampling.max_tokens, instance.info
+        )
 
-    def _place(self, instance: Instance, fit: Fit, sequence: Sequence, fleet: Many[Instance]) -> str | None:
+    def _place(self, instance: Instance, seat: Seat, sequence: Sequence, fleet: Many[Instance]) -> str | None:
         """The instance it should go to among those that have room now; None: there is none."""
         candidates = []
         for other in fleet:
-            there = fit if other is instance else self.fit(other, sequence)
+            there = seat if other is instance else find_seat(other, sequence, self.reservation)
             limit = min(self.max_running or len(other.table), len(other.table))
             open_ = self.policy.may_join(len(other.running), limit) > 0 and other.free_slots
             if not there.fits or not open_ or other.stalled:
@@ -265,105 +257,59 @@ class Planner:
         tokens = len(sequence.request.prompt) + len(sequence.out)
         return choose(candidates, tokens, instance.id, self.rng)
 
-    def fit(self, instance: Instance, sequence: Sequence) -> Fit:
-        """Where it would find its beginning, and whether the rest has room. Changes nothing."""
-        request = sequence.request
-        size = instance.info.block_tokens
-        tokens = len(request.prompt) + len(sequence.out)
-        shared: list[int] = []
-        if request.sampling.prompt_logprobs is None:
-            shared = instance.pool.find(self.hashes(instance, sequence))
-        cached = len(shared) * size
-        copy_from = -1
-        if cached >= tokens:
-            copy_from = shared.pop()
-            cached = tokens - 1
-        fit = Fit(shared, copy_from, cached)
-        now_blocks = -(-tokens // size)
-        output = self.reservation.output_tokens(request.sampling.max_tokens, len(sequence.out))
-        later = -(-max(tokens, len(request.prompt) + output - 1) // size)
-        fit.need = now_blocks - len(shared)
-        fit.reserve = max(0, later - now_blocks)
-        free = instance.pool.free - instance.pool.idle(shared if copy_from < 0 else [*shared, copy_from])
-        if instance.running:
-            fit.fits = fit.need + fit.reserve + instance.reserved <= free
-        else:
-            # Alone it may use everything; what rests comes back in a moment.
-            fit.fits = fit.need <= free and (fit.need + fit.reserve <= free or not instance.returning)
-        return fit
-
-    @staticmethod
-    def hashes(instance: Instance, sequence: Sequence) -> list[BlockHash]:
-        """Hashes of the full blocks of prompt + output, computed once per attempt and kind of instance."""
-        request = sequence.request
-        size = instance.info.block_tokens
-        kind = (instance.info.fingerprint, size)
-        if request.hash_kind != kind:
-            request.hash_kind = kind
-            request.hashes = None
-            for sibling in request.sequences:
-                sibling.hashes = None
-        if request.hashes is None:
-            request.hashes = chain(root_hash(kind[0], size, request.salt), request.prompt, size)
-        if not sequence.out:
-            return request.hashes
-        if sequence.hashes is None:
-            sequence.hashes = chain(root_hash(kind[0], size, request.salt), sequence.ids(), size)
-        return sequence.hashes
-
     def _seat(
-        self, instance: Instance, draft: Draft, sequence: Sequence, fit: Fit, budget: int, now: float
+        self, instance: Instance, draft: Draft, sequence: Sequence, seat: Seat, budget: int, now: float
     ) -> int:
         """Give it a slot and blocks and its first chunk. Returns prompt tokens planned."""
         request = sequence.request
         pool = instance.pool
-        pool.share(fit.shared)
-        if fit.copy_from >= 0:
+        pool.share(seat.shared)
+        if seat.copy_from >= 0:
             # The source must not be handed out before the copy has been made.
-            pool.share([fit.copy_from])
-            instance.rest([fit.copy_from], -1, draft.seq)
-        taken = pool.take(fit.need)
+            pool.share([seat.copy_from])
+            instance.rest([seat.copy_from], -1, draft.seq)
+        taken = pool.take(seat.need)
         if taken is None:
             raise RuntimeError(f"{instance.id}: a sequence was seated without room")
-        if fit.copy_from >= 0:
-            draft.kv_ops.append(KvOp("copy", fit.copy_from, taken[0]))
+        if seat.copy_from >= 0:
+            draft.kv_ops.append(KvOp("copy", seat.copy_from, taken[0]))
         slot = instance.free_slots.pop()
         ids = sequence.ids()
         draft.ids += len(ids)
         sequence.instance = instance
         sequence.slot = slot
-        sequence.blocks = fit.shared + taken
+        sequence.blocks = seat.shared + taken
         sequence.known = len(ids)
-        sequence.planned = fit.cached
-        sequence.reserved = fit.reserve
+        sequence.planned = seat.cached
+        sequence.reserved = seat.reserve
         sequence.hashes = None
-        instance.reserved += fit.reserve
+        instance.reserved += seat.reserve
         instance.table[slot] = sequence
         sequence.enter(Phase.PREFILL, now)
         if sequence.cached < 0:
-            sequence.cached = min(fit.cached, len(request.prompt))
+            sequence.cached = min(seat.cached, len(request.prompt))
             self.counters.prompt_tokens += len(request.prompt)
             self.counters.prefix_hit_tokens += sequence.cached
         if (
             len(request.sequences) > 1
             and request.sampling.prompt_logprobs is None
-            and fit.cached + instance.info.block_tokens <= len(request.prompt)
+            and seat.cached + instance.info.block_tokens <= len(request.prompt)
         ):
             request.warming = sequence
         draft.admit.append(
             Admit(
-                slot, sequence.choice, len(request.prompt), ids, fit.cached, sequence.blocks,
+                slot, sequence.choice, len(request.prompt), ids, seat.cached, sequence.blocks,
                 request.sampling, request.salt,
             )
         )  # fmt: skip
-        if fit.cached == len(ids) - 1:
+        if seat.cached == len(ids) - 1:
             draft.firsts.append(sequence)
-            instance.start_decoding(sequence, draft.seq, fit.cached)
+            instance.start_decoding(sequence, draft.seq, seat.cached)
             return 1
         instance.running[sequence] = Lane.PREFILL
         instance.prefilling.append(sequence)
-        instance.backlog += len(ids) - fit.cached
-        count = min(len(ids) - fit.cached, budget)
+        instance.backlog += len(ids) - seat.cached
+        count = min(len(ids) - seat.cached, budget)
         if count > 0:
             self._chunk(instance, draft, sequence, count)
         return count

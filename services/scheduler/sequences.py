@@ -48,6 +48,8 @@ class Request:
     queue_deadline: float
     salt: str = ""
     pin: str = ""
+    canary: bool = False
+    """The core's own; it alone may run on an instance that is not ready."""
     sequences: list[Sequence] = field(default_factory=list)
     warming: Sequence | None = None
     """The sibling that computes the prompt now; the others wait to find its blocks."""

@@ -63,23 +63,28 @@ def _sampling_error(submit: Submit) -> str:
     return ""
 
 
-def impossible(submit: Submit, infos: list[InstanceInfo]) -> str:
+def impossible(prompt: list[int], max_tokens: int, infos: list[InstanceInfo]) -> str:
     """Why none of these instances could ever serve it; empty if one could, or none is known yet."""
-    reasons = [_misfit(submit, info) for info in infos]
-    return reasons[0] if reasons and all(reasons) else ""
+    reasons = []
+    for info in infos:
+        reason = misfit(len(prompt), max_tokens, info)
+        if not reason and (highest := max(prompt)) >= info.vocab_size:
+            reason = f"prompt holds token id {highest}; the vocabulary has {info.vocab_size}"
+        if not reason:
+            return ""
+        reasons.append(reason)
+    return reasons[0] if reasons else ""
 
 
-def _misfit(submit: Submit, info: InstanceInfo) -> str:
-    tokens = len(submit.prompt) + submit.sampling.max_tokens
+def misfit(prompt_len: int, max_tokens: int, info: InstanceInfo) -> str:
+    """Why a sequence of this length could not run on that instance even alone; empty if it could."""
+    tokens = prompt_len + max_tokens
     if tokens > info.max_len:
         return (
-            f"prompt ({len(submit.prompt)}) and max_tokens ({submit.sampling.max_tokens}) together are "
-            f"{tokens} tokens; the model's limit here is {info.max_len}"
+            f"prompt ({prompt_len}) and max_tokens ({max_tokens}) together are {tokens} tokens; "
+            f"the model's limit here is {info.max_len}"
         )
     room = info.blocks_total * info.block_tokens
     if tokens > room:
         return f"prompt and max_tokens are {tokens} tokens; KV memory holds {room}: lower max_tokens"
-    highest = max(submit.prompt)
-    if highest >= info.vocab_size:
-        return f"prompt holds token id {highest}; the vocabulary has {info.vocab_size}"
     return ""

@@ -61,9 +61,12 @@ def without_g1(patch: pytest.MonkeyPatch) -> None:
 
 def standby_beside_a_living_leader() -> None:
     mesh = Mesh(1, schedulers=2)
-    ready(mesh)
+    mesh.run(2.0)
     ask(mesh, "r")
     finish(mesh, 10.0)
+    first = {scheduler.core.leadership.epoch for scheduler in mesh.schedulers.values()}
+    if max(first) > 1:
+        raise Violation(f"P4: leadership changed hands beside a living leader, epochs {first}")
 
 
 # G2: an epoch above everything heard, whatever Redis has forgotten

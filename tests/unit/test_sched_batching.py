@@ -344,3 +344,35 @@ def test_times_of_a_sequence_sum_to_its_life():
     total = times.queue_s + times.prefill_s + times.decode_s + times.preempted_s + times.recomputed_s
     assert total == pytest.approx(rig.now - began, abs=0.03)
     assert times.queue_s > 0
+
+
+def test_a_request_taken_before_any_instance_was_known_ends_in_words_if_it_fits_nowhere():
+    rig = Rig(small(max_len=100))
+    rig.pass_time(2.0, beats=False)
+    rig.submit("big", 90, 20)
+    rig.submit("small", 4, 3)
+    rig.pass_time(0.2)
+    rig.run()
+    end = rig.end("big")
+    assert end is not None
+    assert end.reason == "error"
+    assert "100" in end.message
+    assert rig.tokens("small") == [100, 101, 102]
+
+
+def test_a_long_request_goes_to_the_instance_that_can_hold_it():
+    rig = Rig(small(max_len=50), FakeInstance("w1", max_len=200)).ready()
+    for number in range(4):
+        rig.submit(f"{number}", 80, 10)
+    rig.run()
+    assert not [admit for frame in rig.instances["w0"].seen for admit in frame.admit]
+    assert all(rig.tokens(f"{number}") == list(range(100, 110)) for number in range(4))
+
+
+def test_a_pinned_request_waits_for_the_canary_like_any_other():
+    rig = Rig()
+    rig.pass_time(2.0)
+    rig.submit("a", 4, 2, pin="w0")
+    assert [len(frame.admit) for frame in rig.w0.seen if frame.admit] == [1]
+    rig.run()
+    assert rig.tokens("a") == [100, 101]

@@ -257,3 +257,15 @@ def test_the_beacon_tells_each_client_its_last_frame():
     rig.run()
     rig.pass_time(0.6)
     assert rig.beacons()[-1].beacon.clients == {"c": rig.frames[-1].seq}
+
+
+def test_ended_requests_are_forgotten_long_before_their_deadlines():
+    rig = Rig(rules=Rules("m", desk=DeskRules(remember_s=5.0))).ready()
+    for number in range(700):
+        rig.submit(f"x{number % 7}{number // 7 % 10}{number // 70}", 4, 1, timeout_s=600.0)
+        rig.run()
+    rig.pass_time(12.0)
+    desk = rig.core.desk
+    assert not desk._open
+    assert len(desk._deadlines) <= 1000
+    assert not desk.clients["c"].answered
