@@ -1,6 +1,6 @@
 """The client side of the mesh: a pure core (`core`) and its shell on a bus (`mesh`)."""
 
-from shared.client.core import ClientCore, OpenRequest, OpenSeq
+from shared.client.core import ClientCore
 from shared.client.effects import (
     Accepted,
     Close,
@@ -15,6 +15,7 @@ from shared.client.effects import (
     Unsendable,
 )
 from shared.client.mesh import MeshClient, Sink
+from shared.client.records import OpenRequest, OpenSeq
 
 __all__ = [
     "Accepted",

@@ -6,7 +6,6 @@ which is all that is needed to go on after the scheduler's death.
 
 import heapq
 from collections.abc import Iterable
-from typing import Any
 
 from shared.client.effects import (
     Accepted,
@@ -21,6 +20,7 @@ from shared.client.effects import (
     Tick,
     Unsendable,
 )
+from shared.client.records import ANSWER_S, OpenRequest, OpenSeq, complete
 from shared.wire import Ack, Answer, Beacon, Cancel, EndRow, FinishReason, Submit, SubmitSeq, Tokens
 
 REPEAT_S = 0.3
@@ -33,8 +33,6 @@ RESEND_S = 0.1
 """Least time between two requests to send frames again."""
 TAIL_S = 0.05
 """A beacon may overtake the frames it speaks of; they are missed only after this."""
-ANSWER_S = 15.0
-"""A request nobody has answered within this is refused here."""
 DEADLINE_GRACE_S = 2.0
 """Ends at the deadline are the scheduler's to tell; after this the client ends a sequence itself."""
 QUIET_S = 1.0
@@ -43,60 +41,6 @@ QUIET_S = 1.0
 _TRY_LATER = frozenset(("queue_full", "no_instance", "draining"))
 
 Leadership = tuple[int, str]
-
-
-class OpenSeq:
-    """One choice of an open request. `accepted` is its log: every output token id, from index 0."""
-
-    __slots__ = ("accepted", "attempt", "cancelling", "choice", "handle", "logprobs", "request", "sink")
-
-    def __init__(self, request: "OpenRequest", choice: int, handle: int, sink: Any) -> None:
-        self.request = request
-        self.choice = choice
-        self.handle = handle
-        self.sink = sink
-        self.accepted: list[int] = []
-        self.attempt = 0
-        self.cancelling = False
-        self.logprobs: list[tuple[float, list[tuple[int, float]]]] = []
-        """(chosen, top) of `accepted`, filled where asked for; never behind `accepted` then."""
-
-
-class OpenRequest:
-    """A request between `Open` and the end of its last sequence."""
-
-    __slots__ = (
-        "answered",
-        "cancel_at",
-        "deadline",
-        "give_up_at",
-        "id",
-        "prompt_logprobs",
-        "queue_until",
-        "send_at",
-        "seqs",
-        "spec",
-        "taken",
-    )
-
-    def __init__(self, spec: Open, first_handle: int, now: float) -> None:
-        self.id = spec.request_id
-        self.spec = spec
-        self.seqs = {
-            first_handle + choice: OpenSeq(self, choice, first_handle + choice, sink)
-            for choice, sink in enumerate(spec.sinks)
-        }
-        self.deadline = now + spec.timeout_s
-        self.queue_until = now + spec.queue_timeout_s
-        self.give_up_at = now + ANSWER_S
-        self.answered = False
-        """By the present leader."""
-        self.taken = False
-        """By any leader, ever."""
-        self.send_at = now
-        self.cancel_at = now
-        self.prompt_logprobs: dict[int, tuple[float, list[tuple[int, float]]]] = {}
-        """Position → (chosen, top)."""
 
 
 class ClientCore:
@@ -386,7 +330,7 @@ class ClientCore:
                 seq.attempt = 0
                 if seq.cancelling:
                     self._end_here(seq, "cancelled", "", out)
-                elif (reason := _complete(seq)) is not None:
+                elif (reason := complete(seq)) is not None:
                     # Its last token came, the end of it was lost with the leader.
                     self._end_here(seq, reason, "", out)
             if request.seqs:
@@ -477,12 +421,3 @@ class ClientCore:
                 self._ack(now, out)
         elif self.requests and since >= LEASE_S and self._next_seq > 1:
             self._ack(now, out)
-
-
-def _complete(seq: OpenSeq) -> FinishReason | None:
-    """The end that `accepted` itself shows, if it does."""
-    sampling = seq.request.spec.sampling
-    accepted = seq.accepted
-    if accepted and len(accepted) > sampling.min_tokens and accepted[-1] in sampling.stop_token_ids:
-        return "stop"
-    return "length" if len(accepted) >= sampling.max_tokens else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shared.wire import Ack, Answer, Beacon, Cancel, EndRow, Sampling, Submit, Tokens
 
 if TYPE_CHECKING:
-    from shared.client.core import OpenRequest, OpenSeq
+    from shared.client.records import OpenRequest, OpenSeq
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

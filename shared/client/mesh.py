@@ -8,7 +8,7 @@ from typing import Protocol
 import structlog
 
 from shared.bus.port import Bus, BusDown, PayloadTooLarge, Subscription
-from shared.client.core import ClientCore, OpenRequest, OpenSeq
+from shared.client.core import ClientCore
 from shared.client.effects import (
     Accepted,
     Close,
@@ -21,6 +21,7 @@ from shared.client.effects import (
     Tick,
     Unsendable,
 )
+from shared.client.records import OpenRequest, OpenSeq
 from shared.subjects import ACK, BEACON, CANCEL, SUBMIT, TOKENS, subject_token
 from shared.wire import Ack, Answer, Beacon, Cancel, EndRow, Submit, Tokens
 
