@@ -117,7 +117,7 @@ class TokenRow(Row, frozen=True):
 
 
 class LogprobRow(Row, frozen=True):
-    """Log-probabilities belonging to the output tokens from `index` on; `top` holds (id, logprob) best first."""
+    """Log-probabilities of the output tokens from `index` on; `top` holds (id, logprob), best first."""
 
     handle: int
     index: int
