@@ -1,0 +1,127 @@
+"""Native kernels against torch: shapes and formats; and that a row never depends on its neighbours."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from services.worker.engine.native import build  # noqa: E402
+
+try:
+    from services.worker.engine.native.decoder import Kernels, interleave, round_up
+
+    KERNELS = Kernels(2)
+except build.KernelsUnavailable as error:
+    pytest.skip(f"no native kernels here: {error}", allow_module_level=True)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 200),
+    k=st.integers(1, 700),
+    m=st.one_of(st.integers(1, 20), st.integers(180, 230)),
+    half=st.booleans(),
+    biased=st.booleans(),
+    add=st.booleans(),
+)
+def test_products_match_torch_for_any_shape(n, k, m, half, biased, add):
+    weight, x = random(n, k, seed=1), random(m, k, seed=2)
+    bias = random(n, seed=3) if biased else None
+    into = random(m, round_up(n), seed=4)
+    expected = x.double() @ (weight.half() if half else weight).double().T
+    expected += 0 if bias is None else bias.double()
+    expected += into[:, :n].double() if add else 0
+    got = KERNELS.pack(weight, half, bias).multiply(x, into.clone() if add else None)
+    assert got.shape == (m, round_up(n))
+    assert torch.allclose(got[:, :n].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(m=st.integers(2, 220), row=st.integers(0, 10_000), k=st.integers(1, 700), half=st.booleans())
+def test_a_rows_product_has_the_same_bits_whatever_stands_beside_it(m, row, k, half):
+    packed, x = KERNELS.pack(random(33, k), half), random(m, k, seed=1)
+    row %= m
+    alone = packed.multiply(x[row : row + 1].contiguous())
+    assert torch.equal(packed.multiply(x)[row], alone[0])
+
+
+def test_weights_beyond_the_range_of_sixteen_bit_are_clamped_not_infinite():
+    packed = KERNELS.pack(torch.tensor([[1e6], [-1e6]]), half=True)
+    assert packed.multiply(torch.ones(1, 1))[0, :2].tolist() == [65504.0, -65504.0]
+
+
+@given(n=st.integers(1, 70), k=st.integers(1, 5))
+def test_interleaving_puts_panels_of_gate_and_up_in_turn(n, k):
+    gate, up = random(n, k), random(n, k, seed=1)
+    both = interleave(torch.cat([gate, up]))
+    for i in range(n):
+        panel, lane = divmod(i, 16)
+        assert torch.equal(both[panel * 32 + lane], gate[i])
+        assert torch.equal(both[panel * 32 + 16 + lane], up[i])
+    assert len(both) == 2 * round_up(n)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    size=st.integers(1, 70),
+    spoil=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 69), st.sampled_from(["nan", "inf", "-inf"]))),
+)
+def test_scanning_rows_finds_the_first_maximum_and_what_is_not_finite(rows, size, spoil):
+    wide = np.random.default_rng(size).integers(-3, 4, size=(rows, size + 9)).astype(np.float32)
+    values = wide[:, :size]
+    for r, c, bad in spoil:
+        if r < rows and c < size:
+            values[r, c] = float(bad)
+    finite, best = KERNELS.scan(values)
+    for r in range(rows):
+        assert finite[r] == np.isfinite(values[r]).all()
+        if finite[r]:
+            assert best[r] == values[r].argmax()
+
+
+def test_without_a_compiler_the_reason_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("HORTATOR_CACHE", str(tmp_path))
+    with pytest.raises(build.KernelsUnavailable, match="no C\\+\\+ compiler \\(no-such-compiler\\)"):
+        build.load()
+
+
+def test_without_a_compiler_the_model_is_computed_by_torch_and_the_log_says_why(
+    monkeypatch, tmp_path, caplog
+):
+    pytest.importorskip("transformers")
+    from engine_support import Driver, greedy, save_tiny
+
+    from services.worker.engine.executor import EngineOptions, TorchExecutor
+
+    save_tiny("llama", tmp_path / "model")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    executor = TorchExecutor(tmp_path / "model", EngineOptions(measure_s=0.0, kv_bytes=8 << 20))
+    assert dict(executor.info.detail)["kernels"] == "torch"
+    assert "no C++ compiler" in dict(executor.info.detail)["kernels_reason"]
+    assert "no-such-compiler" in caplog.text
+    assert len(Driver(executor).generate([[1, 2]], [greedy(2)])[0].tokens) == 2
+    with pytest.raises(build.KernelsUnavailable):
+        TorchExecutor(tmp_path / "model", EngineOptions(kernels="native", kv_bytes=8 << 20))
+
+
+def test_two_processes_may_compile_at_once(tmp_path):
+    code = "from services.worker.engine.native import build; build.load(); print('loaded')"
+    env = os.environ | {"HORTATOR_CACHE": str(tmp_path)}
+    racers = [
+        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+        for _ in "ab"
+    ]
+    assert [racer.communicate(timeout=100)[0] for racer in racers] == ["loaded\n", "loaded\n"]
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
