@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from deploy import credentials as users
@@ -71,8 +72,20 @@ def _check(options: UpOptions) -> None:
         raise BadOption(
             f"port {port} on {host} is in use: choose another with --http {host}:PORT (port 0: any free one)"
         )
-    if options.api_key_file is not None and not options.api_key_file.expanduser().is_file():
-        raise BadOption(f"--api-key-file {options.api_key_file}: there is no such file")
+    if options.api_key_file is not None:
+        first_key(options.api_key_file)
+
+
+def first_key(file: Path) -> str:
+    """A key of the file (lines `key [tenant]`, `#` begins a comment): the gateway answers nobody without."""
+    try:
+        lines = file.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadOption(f"--api-key-file {file} cannot be read: {error}") from None
+    for line in lines:
+        if words := line.split("#", 1)[0].split():
+            return words[0]
+    raise BadOption(f"--api-key-file {file} holds no key: write lines `key [tenant]`")
 
 
 def _in_foreground(options: UpOptions, model: ModelFolder) -> int:
@@ -170,10 +183,12 @@ class _Mesh:
         await self._until_ready()
 
     async def _until_ready(self) -> None:
+        file = self._options.api_key_file
+        headers = f"Authorization: Bearer {first_key(file)}\r\n" if file else ""
         began = news_at = time.monotonic()
         while True:
             self._supervisor.raise_if_dead()
-            status, detail = await _get(self._url, "/ready")
+            status, detail = await _get(self._url, "/ready", headers)
             now = time.monotonic()
             if status == 200:
                 return
@@ -235,14 +250,16 @@ class _Mesh:
         }
 
 
-async def _get(url: str, path: str) -> tuple[int, str]:
+async def _get(url: str, path: str, headers: str) -> tuple[int, str]:
     """Status and body of a GET; status 0 while nobody answers."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     try:
         async with asyncio.timeout(5.0):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             try:
-                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                writer.write(
+                    f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{headers}Connection: close\r\n\r\n".encode()
+                )
                 head, _, body = (await reader.read()).partition(b"\r\n\r\n")
             finally:
                 writer.close()

@@ -279,3 +279,36 @@ def test_an_unknown_model_is_refused_before_anything_starts(tmp_path):
     assert up.returncode == 1
     assert "no-such-model" in up.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_mesh_with_keys_becomes_ready_and_serves_those_who_have_one(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# who may use this mesh\nsesame-1234567890 red\nother-0987654321\n")
+    with Mesh.start(tmp_path, "--mock", "--api-key-file", str(keys)) as mesh:
+        assert "Authorization: Bearer" in mesh.output.read_text()
+        assert "sesame" not in mesh.output.read_text()
+        assert mesh.get("/health")[0] == 200
+        assert mesh.get("/v1/models")[0] == 401
+        request = urllib.request.Request(
+            f"{mesh.base_url}/v1/models", headers={"Authorization": "Bearer sesame-1234567890"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert json.load(answer)["data"][0]["id"] == "smollm2-135m-instruct"
+
+
+def test_a_setting_no_service_knows_ends_the_start_with_its_name(tmp_path):
+    up = subprocess.run(
+        [
+            *(*HORTATOR, "up", "--mock", "--run-dir", str(tmp_path / "run"), "--http", "127.0.0.1:0"),
+            *("--set", "scheduler.itl_target=100"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert up.returncode == 1
+    assert "scheduler ended with exit code 1" in up.stdout
+    assert "unknown setting HORTATOR_ITL_TARGET; did you mean HORTATOR_ITL_TARGET_MS" in up.stdout
+    run = RunDir(tmp_path / "run")
+    assert leftovers(run, run.read_state()) == []
