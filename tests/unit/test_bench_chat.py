@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import pty
 import re
 import signal
 import sys
@@ -96,7 +98,8 @@ async def server(hang_after_first=False):
                     if hang_after_first:
                         await writer.drain()
                         seen["hung"].set()
-                        await reader.read()
+                        with contextlib.suppress(ConnectionError):  # a reset is a way of leaving too
+                            await reader.read()
                         seen["left"].set()
                         return
                 writer.write(b"data: [DONE]\n\n")
@@ -133,6 +136,35 @@ async def test_an_interrupt_closes_the_connection_of_a_running_answer():
             await seen["left"].wait()
             assert await process.wait() == 130
         process.stdin.close()
+
+
+async def test_at_a_terminal_an_interrupt_stops_the_answer_and_the_session_goes_on():
+    async with server(hang_after_first=True) as (url, seen):
+        ours, theirs = pty.openpty()
+        code = "from deploy.chat import app; app()"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, "--url", url, stdin=theirs, stdout=theirs, stderr=theirs
+        )
+        os.close(theirs)
+        shown = b""
+
+        async def until(words):
+            nonlocal shown
+            while words not in shown:
+                shown += await asyncio.to_thread(os.read, ours, 1000)
+
+        async with asyncio.timeout(30):
+            await until("› ".encode())
+            os.write(ours, b"hello\n")
+            await seen["hung"].wait()
+            process.send_signal(signal.SIGINT)
+            await seen["left"].wait()
+            await until(b"stopped")
+            os.write(ours, b"/reset\n")
+            await until(b"forgotten")
+            os.write(ours, b"/exit\n")
+            assert await process.wait() == 0
+        os.close(ours)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://x"])

@@ -185,6 +185,8 @@ def test_figures_follow_their_written_definitions():
         (["-t", "http://x"], "name=url"),
         (["-t", "a=ftp://x"], "not a http"),
         (["-c", "0"], "above 0"),
+        (["-c", "1,x"], "above 0"),
+        (["--rate", " "], "above 0"),
         (["-t", "a=http://127.0.0.1:9", "-c", "1"], "a (http://127.0.0.1:9)"),
         (["--shared-prefix", "300"], "does not fit"),
     ],
