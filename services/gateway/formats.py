@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import orjson
 
 from services.gateway.tokenizer import ModelCard
@@ -24,8 +24,7 @@ class Entry(NamedTuple):
     """Where its text begins in the choice's text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     prompt: int
     completion: int
     cached: int = 0
@@ -39,8 +38,7 @@ class Usage:
         }
 
 
-@dataclass(slots=True)
-class Finished:
+class Finished(msgspec.Struct):
     """All of a choice, for a response in one piece; and its end, for a stream."""
 
     index: int
@@ -71,8 +69,7 @@ class Format(Protocol):
     def whole(self, choices: Sequence[Finished], usage: Usage) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True):
     """What every event of a response repeats."""
 
     id: str

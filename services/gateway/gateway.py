@@ -35,14 +35,12 @@ class Gateway:
         self.card = card
         self.client = client
         self.planner = Planner(card, settings.max_choices)
-        self.metrics = GatewayMetrics(registry, card.name)
+        self._open: set[Generation] = set()
+        self.metrics = GatewayMetrics(registry, card.name, self._counts)
         self.canary = Canary(client, card, settings)
         self.flusher = Flusher()
         self.draining = False
-        self._open: set[Generation] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self.metrics.running.set_function(lambda: sum(g.has_tokens for g in self._open))
-        self.metrics.waiting.set_function(lambda: sum(not g.has_tokens for g in self._open))
 
     async def start(self) -> None:
         await self.client.start()
@@ -68,6 +66,11 @@ class Gateway:
     @property
     def open_requests(self) -> int:
         return len(self._open)
+
+    def _counts(self) -> tuple[int, int]:
+        """(running, waiting) requests."""
+        running = sum(generation.has_tokens for generation in self._open)
+        return running, len(self._open) - running
 
     async def completions(self, incoming: Incoming, send: Any, tenant: str) -> None:
         """POST /v1/completions."""

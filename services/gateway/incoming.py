@@ -5,6 +5,7 @@ import re
 import secrets
 from typing import Any
 
+from services.gateway.drive import finish, start
 from services.gateway.errors import ApiError, too_large
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
@@ -89,11 +90,15 @@ class Incoming:
             raise _too_large(most)
 
     async def _next(self, timeout_s: float) -> Any:
-        try:
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                message = await self.receive()
-        except TimeoutError:
-            raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
+        receiving = self.receive()
+        # Most bodies have arrived with their headers: no timer for those.
+        there, message = start(receiving)
+        if not there:
+            try:
+                message = await asyncio.wait_for(finish(receiving, message), max(0.0, timeout_s))
+            except TimeoutError:
+                text = "The request body did not arrive in time."
+                raise ApiError(408, text, code="request_timeout") from None
         if message["type"] == "http.disconnect":
             raise ApiError(499, "The client closed the connection.", code="client_closed")
         return message

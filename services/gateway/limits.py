@@ -1,10 +1,11 @@
 """Ranges of every field: from a decoded body to `Sampling` and text options. Pure; raises ApiError(400)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
 from typing import Any
+
+import msgspec
 
 from services.gateway.errors import ApiError, invalid, unsupported
 from services.gateway.schema import ChatRequest, Common, CompletionRequest
@@ -22,8 +23,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 _INT64 = 1 << 63
 
 
-@dataclass(frozen=True, slots=True)
-class TextOptions:
+class TextOptions(msgspec.Struct, frozen=True):
     """What the client wants to see of the tokens."""
 
     stops: tuple[str, ...] = ()
@@ -37,8 +37,7 @@ class TextOptions:
     """Stop strings are not looked for in the tokens before this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamWishes:
+class StreamWishes(msgspec.Struct, frozen=True):
     stream: bool
     usage: bool
     """A last chunk with usage."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import structlog
 
+from services.gateway.drive import finish, start
 from services.gateway.errors import ApiError
 
 log = structlog.get_logger()
@@ -167,35 +168,28 @@ class Outlet:
     def _drive(self, message: dict[str, Any]) -> None:
         coroutine = self._send(message)
         try:
-            waits_for = coroutine.send(None)
-        except StopIteration:
-            return
+            sent, waits_for = start(coroutine)
         except Exception as error:
-            log.warning("response could not be written", error=repr(error))
-            self.close()
+            self._give_up(error)
             return
-        self._blocked = True
-        self._task = asyncio.get_running_loop().create_task(self._resume(coroutine, waits_for))
+        if not sent:
+            self._blocked = True
+            self._task = asyncio.get_running_loop().create_task(self._resume(coroutine, waits_for))
 
     async def _resume(self, coroutine: Any, waits_for: Any) -> None:
-        """The transport is full: go on when it is not, as a task would with what the coroutine waits for."""
+        """The transport is full: go on when it is not."""
         try:
-            while True:
-                if waits_for is None:
-                    await asyncio.sleep(0)
-                else:
-                    waits_for._asyncio_future_blocking = False
-                    await asyncio.wait((waits_for,))
-                waits_for = coroutine.send(None)
-        except StopIteration:
-            pass
+            await finish(coroutine, waits_for)
         except Exception as error:
-            log.warning("response could not be written", error=repr(error))
-            self.close()
+            self._give_up(error)
         finally:
             self._blocked = False
         if not self.closed and (self.parts or self._backlog or self.finished):
             self.mark()
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("response could not be written", error=repr(error))
+        self.close()
 
     def _hold_back(self) -> None:
         self._backlog += self.parts

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -20,16 +19,14 @@ _PRIORITY = 1_000_000
 """The scheduler refuses priorities beyond ±1,000,000."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     ids: list[int]
     echo: str | None
     """Text to show before the output."""
     sampling: Sampling
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """Choice c of prompt p has index p * n + c."""
 
     chat: bool

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from shared.wire import Ack, Answer, Beacon, Cancel, EndRow, Sampling, Submit, Tokens
 
 if TYPE_CHECKING:
     from shared.client.records import OpenRequest, OpenSeq
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
+class Open(msgspec.Struct, frozen=True, kw_only=True):
     """Start a request. One sequence per element of `sinks`; the core only carries them along."""
 
     request_id: str
@@ -29,21 +30,18 @@ class Open:
     pin: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """The caller wants no more tokens of these choices (empty: of all)."""
 
     request_id: str
     choices: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed. Give one at least every 0.05 s while the core `is_busy`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unsendable:
+class Unsendable(msgspec.Struct, frozen=True):
     """The broker takes no frame as large as this request's `Submit`."""
 
     request_id: str
@@ -53,30 +51,26 @@ class Unsendable:
 Event = Open | Close | Tick | Unsendable | Tokens | Beacon
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True):
     """The scheduler has taken the request; said once, also when a first token says it."""
 
     request: "OpenRequest"
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """New tokens in order: (sequence, ids). `ids` are already at the end of `sequence.accepted`."""
 
     rows: list[tuple["OpenSeq", list[int]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The one end of a sequence; nothing follows for it."""
 
     seq: "OpenSeq"
     end: EndRow
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """The request was not taken and never will be; its sequences get no `Ended`."""
 
     request: "OpenRequest"
