@@ -1,5 +1,6 @@
 """`python -m services.scheduler`: one scheduler of a model, from environment settings."""
 
+import asyncio
 import gc
 import random
 import secrets
@@ -11,6 +12,8 @@ from services.scheduler.settings import SchedulerSettings, make_policy, make_res
 from services.scheduler.shell import Shell
 from shared.runtime.service import ServiceContext, run
 from shared.runtime.settings import load
+
+HEALTH_EVERY_S = 0.5
 
 
 async def serve(context: ServiceContext) -> None:
@@ -26,12 +29,23 @@ async def serve(context: ServiceContext) -> None:
     )
     context.metrics.register(CoreMetrics(core))
     context.stats = lambda: stats(core)
-    context.set_health(True, {"owner": core.owner})
+
+    async def watch() -> None:
+        while True:
+            ready = len(core.fleet.choices)
+            state = core.leadership.rule.value
+            context.set_health(True, {"owner": core.owner, "state": state, "instances_ready": ready})
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+    watching = asyncio.ensure_future(watch())
     # Frames are short-lived and acyclic: full collections over what lives long only cost time.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-    await Shell(core, context.bus, context.store, settings.model, context.log).run(context.stopping)
+    try:
+        await Shell(core, context.bus, context.store, settings.model, context.log).run(context.stopping)
+    finally:
+        watching.cancel()
 
 
 def main() -> None:

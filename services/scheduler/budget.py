@@ -107,13 +107,18 @@ class BudgetRules:
     """From an instance's result to its next frame, by NATS and planning; hidden by frames in flight."""
     depth_min: int = 2
     depth_max: int = 4
+    prompt_share: float = 0.25
+    """Part of a step that prompts may have where decodes alone fill the target, up to the cap."""
     floor_tokens: int = 16
-    """Prompt tokens granted even where decodes fill the target, so that prompts always get on."""
+    """Prompt tokens granted whatever decodes take, so that prompts always get on."""
 
     def prefill_tokens(self, cost: Cost, decodes: int, max_step_tokens: int) -> int:
         """Prompt tokens the next step may compute beside `decodes` decoding sequences."""
-        limit_s = self.itl_target_s if decodes else self.step_cap_s
-        left_s = limit_s - cost.fixed_s - cost.per_decode_s * decodes
+        used_s = cost.step_s(decodes, 0)
+        left_s = self.step_cap_s - used_s
+        if decodes:
+            share_s = used_s * self.prompt_share / (1.0 - self.prompt_share)
+            left_s = min(left_s, max(self.itl_target_s - used_s, share_s))
         tokens = max(int(left_s / cost.per_token_s), self.floor_tokens)
         return max(0, min(tokens, max_step_tokens - decodes))
 

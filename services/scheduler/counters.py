@@ -7,6 +7,10 @@ from dataclasses import dataclass
 class Counters:
     steps: int = 0
     tokens: int = 0
+    busy_us: int = 0
+    """Time instances spent computing these steps."""
+    idle_us: int = 0
+    """Time they had nothing to do before them; beside a queue it is our turnaround that shows here."""
     computed_tokens: int = 0
     """Tokens the frames issued so far compute, prompts and decodes, recomputation included."""
     recomputed_tokens: int = 0

@@ -211,7 +211,10 @@ class Fleet:
                 self._desk.finish(sequence, stopped.reason, stopped.detail, now)
         instance.expected = done.seq + 1
         instance.settle(done.seq)
-        instance.fit.observe(done.timing)
+        timing = done.timing
+        counters.busy_us += timing.run_us
+        counters.idle_us += timing.idle_us
+        instance.fit.observe(timing)
         return self._watch_canaries(now) if self._canaries else []
 
     def _logprobs(self, instance: Instance, done: Done) -> None:

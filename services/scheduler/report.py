@@ -11,6 +11,8 @@ from services.scheduler.core import Core
 COUNTERS = {
     "steps": "Step frames whose result is in",
     "tokens": "Output tokens of all results",
+    "busy_us": "Microseconds instances spent computing these steps",
+    "idle_us": "Microseconds they had nothing to do before them",
     "computed_tokens": "Tokens computed by the frames issued, recomputation included",
     "recomputed_tokens": "Of these, tokens an earlier attempt had computed",
     "prompt_tokens": "Prompt tokens of admitted sequences",
