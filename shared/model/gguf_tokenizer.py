@@ -5,7 +5,9 @@ from typing import Any
 from shared.model.errors import ModelError
 from shared.model.gguf_config import Metadata
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+"""Kinds of tokens that are found in a text as they are, never made by merging."""
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -32,33 +34,20 @@ _PRETOKENIZERS: dict[str, list[dict[str, Any]]] = {
 
 
 def tokenizer_files(meta: Metadata, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """File name → content. Byte-level BPE tokenizers only; another kind raises ModelError by its name."""
+    """File name → content. Byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`); others raise."""
     kind = meta.get("tokenizer.ggml.model")
     pre = meta.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or pre not in _PRETOKENIZERS:
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and pre not in _PRETOKENIZERS):
         shown = f"{kind!r}" if kind != "gpt2" else f"{kind!r} with pre-tokenizer {pre!r}"
         raise ModelError(
-            f"the GGUF file has a tokenizer of kind {shown}; known is 'gpt2' with "
-            f"{', '.join(_PRETOKENIZERS)}. "
-            "Use the model's Hugging Face folder, which brings its own tokenizer.json"
+            f"the GGUF file has a tokenizer of kind {shown}; known are 'llama', and 'gpt2' with "
+            f"{', '.join(_PRETOKENIZERS)}. Use the model's Hugging Face folder, which brings its own "
+            "tokenizer.json"
         )
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     if len(tokens) > vocab_size:
         raise ModelError(f"the GGUF file has {len(tokens)} tokens but an embedding of {vocab_size} rows")
     types: list[int] = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    added = [
-        {
-            "id": i,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": types[i] == _CONTROL,
-        }
-        for i, token in enumerate(tokens)
-        if types[i] in (_CONTROL, _USER_DEFINED)
-    ]
     names = {
         role: tokens[int(meta[key])]
         for role, key in (
@@ -69,29 +58,17 @@ def tokenizer_files(meta: Metadata, vocab_size: int) -> dict[str, dict[str, Any]
         )
         if meta.get(key) is not None
     }
-    # llama.cpp's own default: only the Llama 3 pre-tokenizer puts a beginning-of-text before every text.
-    add_bos = bool(meta.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")) and "bos_token" in names
+    # llama.cpp's own defaults: SentencePiece and the Llama 3 pre-tokenizer begin every text with a mark.
+    marks = kind == "llama" or pre == "llama-bpe"
+    add_bos = bool(meta.get("tokenizer.ggml.add_bos_token", marks)) and "bos_token" in names
+    parts = _sentence_piece(meta, tokens, types) if kind == "llama" else _byte_level_bpe(meta, tokens, pre)
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRETOKENIZERS[pre]},
+        "added_tokens": [_added(i, tokens[i], t) for i, t in enumerate(types) if t in _ADDED],
         "post_processor": _starts_with(names["bos_token"], tokens) if add_bos else None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre == "llama-bpe",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in meta["tokenizer.ggml.merges"]],
-        },
+        **parts,
     }
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -103,6 +80,79 @@ def tokenizer_files(meta: Metadata, vocab_size: int) -> dict[str, dict[str, Any]
     if template := meta.get("tokenizer.chat_template"):
         config["chat_template"] = template
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+
+
+def _added(number: int, token: str, kind: int) -> dict[str, Any]:
+    return {
+        "id": number,
+        "content": token,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": kind != _USER_DEFINED,
+    }
+
+
+def _bpe(tokens: list[str], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "merges": merges,
+        **options,
+    }
+
+
+def _byte_level_bpe(meta: Metadata, tokens: list[str], pre: str) -> dict[str, Any]:
+    merges = [merge.split(" ", 1) for merge in meta["tokenizer.ggml.merges"]]
+    return {
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRETOKENIZERS[pre]},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": _bpe(tokens, merges, ignore_merges=pre == "llama-bpe"),
+    }
+
+
+def _sentence_piece(meta: Metadata, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """SentencePiece merges whichever neighbours make the piece of the highest score; as BPE that is every way
+    to cut a piece in two known ones, in order of the piece's score."""
+    scores: list[float] = meta.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
+    known = {t: i for i, (t, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _NORMAL}
+    merges = [
+        (-scores[number], number, [token[:cut], token[cut:]])
+        for token, number in known.items()
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    merges.sort(key=lambda row: row[:2])
+    prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    return {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [*([{"type": "Prepend", "prepend": "▁"}] if prefix else []), spaces],
+        },
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(
+            tokens, [pair for *_, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
+        ),
+    }
 
 
 def _starts_with(bos: str, tokens: list[str]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def test_factors_that_follow_no_known_rule_are_refused(tmp_path):
     ("options", "word"),
     [
         ({"arch": "gemma2"}, "gemma2"),
-        ({"model": "llama"}, "'llama'"),
+        ({"model": "bert"}, "'bert'"),
         ({"pre": "deepseek-llm"}, "deepseek-llm"),
         ({"extra": lambda w: w.add_expert_count(8)}, "experts"),
         ({"extra": lambda w: w.add_sliding_window(128)}, "sliding-window"),
