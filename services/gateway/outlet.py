@@ -25,7 +25,7 @@ SSE_HEADERS: Headers = [
     (b"x-accel-buffering", b"no"),
 ]
 PING = b": ping\n\n"
-REST_SHARE = 4.0
+REST_SHARE = 8.0
 """After a pass that took t, the next begins t times this later: under load writes then carry more events."""
 LONGEST_REST_S = 0.02
 

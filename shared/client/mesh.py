@@ -22,7 +22,7 @@ from shared.client.effects import (
     Unsendable,
 )
 from shared.client.records import OpenRequest, OpenSeq
-from shared.subjects import ACK, BEACON, CANCEL, SUBMIT, TOKENS, subject_token
+from shared.subjects import ACK, BEACON, CANCEL, SUBMIT, TOKENS, Address, subject_token
 from shared.wire import Ack, Answer, Beacon, Cancel, EndRow, Submit, Tokens
 
 log = structlog.get_logger()
@@ -50,9 +50,11 @@ class MeshClient:
         self._bus = bus
         self._model = subject_token(model)
         self._tokens = TOKENS.at(client=client)
-        self._ack = ACK.at(client=client)
-        self._submit = SUBMIT.at(model=self._model)
-        self._cancel = CANCEL.at(model=self._model)
+        self._to: dict[type, Address] = {
+            Submit: SUBMIT.at(model=self._model),
+            Cancel: CANCEL.at(model=self._model),
+            Ack: ACK.at(client=client),
+        }
         self._subscriptions: list[Subscription] = []
         self._outbox: deque[Submit | Cancel | Ack] = deque()
         self._sending = asyncio.Event()
@@ -101,7 +103,11 @@ class MeshClient:
         while True:
             await asyncio.sleep(TICK_S)
             if self.core.is_busy:
-                self._apply(tick)
+                try:
+                    self._apply(tick)
+                except Exception as error:
+                    # Without ticks nothing would ever be repeated or end.
+                    log.error("tick failed", exc_info=error)
 
     def _apply(self, event: Event) -> None:
         now = self.now()
@@ -114,7 +120,10 @@ class MeshClient:
                     except Exception as error:
                         self._broken(seq, error)
             else:
-                self._other(effect)
+                try:
+                    self._other(effect)
+                except Exception as error:
+                    log.error("sink failed", effect=type(effect).__name__, exc_info=error)
 
     def _broken(self, seq: OpenSeq, error: Exception) -> None:
         """A sink raised, which is a bug; the other sequences of the frame must not pay for it."""
@@ -140,13 +149,7 @@ class MeshClient:
                 await self._publish(self._outbox.popleft())
 
     async def _publish(self, message: Submit | Cancel | Ack) -> None:
-        to = (
-            self._submit
-            if type(message) is Submit
-            else self._cancel
-            if type(message) is Cancel
-            else self._ack
-        )
+        to = self._to[type(message)]
         try:
             await self._bus.publish(to, message)
         except BusDown:
@@ -155,3 +158,5 @@ class MeshClient:
         except PayloadTooLarge as error:
             if isinstance(message, Submit):
                 self._apply(Unsendable(message.request_id, str(error)))
+        except Exception as error:
+            log.error("message could not be sent", kind=type(message).__name__, exc_info=error)
