@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=512, help="first rows of the trace, simulated")
     parser.add_argument("--kv-tokens", type=int, default=32768, help="KV memory of the simulated instance")
     parser.add_argument(
-        "--real-requests", type=int, default=192, help="chats on the real mesh; 0: leave it out"
+        "--real-requests", type=int, default=128, help="chats on the real mesh; 0: leave it out"
     )
     parser.add_argument("--kv-memory", default="192MiB", help="of the real mesh's instance")
     parser.add_argument("--limit", type=int, default=1024, help="max_tokens of the chats")

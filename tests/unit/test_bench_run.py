@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from deploy.bench.cli import app
 from deploy.bench.client import RequestFailed, Target
+from deploy.bench.plots import plot_all
 from deploy.bench.records import Record, percentile, summarise
-from deploy.bench.runner import Conditions, closed_loop, open_loop, served_model, warm_up
+from deploy.bench.results import Result
+from deploy.bench.runner import Conditions, Run, closed_loop, open_loop, served_model, warm_up
 from deploy.bench.workload import Job, Shape, poisson, random_jobs
 
 SHAPE = Shape(prompt_tokens=16, output_tokens=5)
@@ -197,7 +199,7 @@ def test_a_wrong_option_is_answered_in_words(arguments, words):
     assert words in str(result.exception) + result.output
 
 
-def test_two_targets_take_turns_and_give_table_json_and_plots(tmp_path):
+def test_two_targets_take_turns_and_give_a_table_and_json(tmp_path):
     order = []
 
     class Noting(FakeServer):
@@ -227,7 +229,7 @@ def test_two_targets_take_turns_and_give_table_json_and_plots(tmp_path):
                 "--seed",
                 "3",
             ]
-            files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "plots")]
+            files = ["--json", str(tmp_path / "r.json")]
             targets = ["-t", f"a={a.url}", "-t", f"b={b.url},m"]
             return await asyncio.to_thread(CliRunner().invoke, app, targets + options + files)
 
@@ -244,11 +246,16 @@ def test_two_targets_take_turns_and_give_table_json_and_plots(tmp_path):
         ("b", "concurrency 2", 4, 0),
     ]
     assert all(0 < r["wall_s"] < perf_counter() - began for r in body["results"])
-    assert {p.name for p in (tmp_path / "plots").iterdir()} == {
-        "throughput.png",
-        "latency.png",
-        "over_time.png",
-    }
+
+
+@pytest.mark.slow
+def test_plots_are_drawn_whatever_is_missing(tmp_path):
+    good = Run([Record(0.0, 4, 2, 0.0, 0.1, 0.3, 2, 0, [0.2])], 1.0)
+    failed = Run([Record(0.0, 4, 2, error="HTTP 500")], 1.0)
+    results = [Result("a", "concurrency 1", (good, failed)), Result("b", "rate 2/s", (failed,))]
+    written = plot_all(results, tmp_path)
+    assert [p.name for p in written] == ["throughput.png", "latency.png", "over_time.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in written)
 
 
 def test_a_trace_is_replayed_within_the_servers_context(tmp_path):

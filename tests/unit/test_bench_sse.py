@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.bench.sse import BadResponse, EventParser, ResponseParser
@@ -20,6 +20,7 @@ cuts = st.lists(st.integers(0, 10_000), max_size=30)
 bodies = st.binary(max_size=300)
 
 
+@settings(deadline=None, max_examples=100)
 @given(parts=st.lists(st.binary(min_size=1, max_size=100), max_size=10), places=cuts)
 def test_a_chunked_body_comes_out_whole_however_it_is_cut(parts, places):
     wire = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\n"
@@ -30,6 +31,7 @@ def test_a_chunked_body_comes_out_whole_however_it_is_cut(parts, places):
     parser.end()
 
 
+@settings(deadline=None, max_examples=100)
 @given(body=bodies, places=cuts)
 def test_a_body_of_known_length_ends_by_itself(body, places):
     parser = ResponseParser()
@@ -38,6 +40,7 @@ def test_a_body_of_known_length_ends_by_itself(body, places):
     assert parser.finished
 
 
+@settings(deadline=None, max_examples=100)
 @given(body=bodies, places=cuts)
 def test_a_body_without_length_ends_with_the_connection(body, places):
     parser = ResponseParser()
@@ -76,6 +79,7 @@ def test_bytes_that_are_not_http_are_an_error(wire):
 lines = st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=20)
 
 
+@settings(deadline=None, max_examples=100)
 @given(
     events=st.lists(st.lists(lines, min_size=1, max_size=3), max_size=8),
     end=st.sampled_from(["\n", "\r\n", "\r"]),

@@ -2,7 +2,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.bench import traces
@@ -54,6 +54,7 @@ def test_a_damaged_trace_is_refused_with_its_line(text, where):
         traces.parse(text.splitlines())
 
 
+@settings(deadline=None, max_examples=50)
 @given(rows=rows, context=st.integers(2, 8192), limit=st.integers(0, 30), speed=st.floats(0.1, 50))
 def test_scaled_rows_fit_the_context_and_keep_order_and_pace(rows, context, limit, speed):
     scaled = traces.scale(rows, context, limit, speed)
@@ -67,6 +68,7 @@ def test_scaled_rows_fit_the_context_and_keep_order_and_pace(rows, context, limi
         assert after.at == pytest.approx((before.at - rows[0].at) / speed)
 
 
+@settings(deadline=None, max_examples=50)
 @given(rows=rows, context=st.integers(64, 4096))
 def test_prompts_share_exactly_the_prefixes_the_trace_names(rows, context):
     scaled = traces.scale(rows, context)
@@ -93,6 +95,7 @@ def test_the_same_seed_gives_the_same_jobs_and_another_gives_others():
     assert len({tuple(j.prompt) for j in one}) == 4
 
 
+@settings(deadline=None, max_examples=50)
 @given(rate=st.floats(0.1, 100), seed=st.integers(0, 1000))
 def test_poisson_arrivals_are_ordered_and_of_the_right_mean(rate, seed):
     jobs = poisson(random_jobs(400, Shape(1, 1), "x"), rate, str(seed))

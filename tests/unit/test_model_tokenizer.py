@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -51,6 +51,7 @@ def merge_slowly(text: str, pieces: dict[str, float]) -> list[str]:
 words = st.text("abcd▁", min_size=2, max_size=4).filter(lambda w: len(set(w)) == len(w))
 
 
+@settings(deadline=None, max_examples=100)
 @given(
     pieces=st.sets(words, max_size=30),
     order=st.randoms(use_true_random=False),
