@@ -98,7 +98,7 @@ def test_an_unfinished_character_is_told_at_the_end(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "other"])
-def test_thousands_of_invalid_bytes_are_cheap_and_not_withheld(kind: str) -> None:
+def test_many_thousands_of_invalid_bytes_are_cheap_and_not_withheld(kind: str) -> None:
     if kind == "byte-level":
         detok: Detokenizer = ByteDetokenizer(TABLES[True])
         token = BYTE_LEVEL.token_to_id("ł")
@@ -106,10 +106,10 @@ def test_thousands_of_invalid_bytes_are_cheap_and_not_withheld(kind: str) -> Non
         detok = StreamDetokenizer(SENTENCEPIECE, True)
         token = SENTENCEPIECE.token_to_id("<0x9F>")
     began = time.perf_counter()
-    shown = "".join(detok.push(token) for _ in range(2000))
-    assert time.perf_counter() - began < 2.0
-    assert len(shown) > 1900
-    assert shown + detok.finish() == "�" * 2000
+    shown = "".join(detok.push(token) for _ in range(20_000))
+    assert time.perf_counter() - began < 10.0
+    assert len(shown) > 19_900
+    assert shown + detok.finish() == "�" * 20_000
 
 
 @pytest.mark.parametrize("token", [-1, 600, 1 << 40])
