@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from deploy.credentials import Credentials
 from deploy.down import MARK
-from deploy.options import UpOptions, instance_names, parse_settings, parse_size
+from deploy.options import UpOptions, instance_names, parse_settings
 from deploy.rundir import RunDir
 from deploy.servers import nats_probe, redis_probe
 from deploy.supervisor import ChildSpec
@@ -133,7 +133,7 @@ def worker_settings(options: UpOptions, places: Places) -> dict[str, str]:
         "model_dir": str(places.model_folder),
         "dtype": options.dtype,
         "kv_dtype": options.kv_dtype,
-        "kv_memory": str(parse_size(options.kv_memory)),
+        "kv_memory": options.kv_memory,
         "threads": str(options.threads or max(1, len(os.sched_getaffinity(0)) // options.instances)),
         "mock": "1" if options.mock else "",
         "max_slots": str(options.max_slots or ""),

@@ -8,17 +8,6 @@ from typing import Literal
 
 Dtype = Literal["float32", "float16"]
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-}
-
 
 class BadOption(ValueError):
     """An option that cannot be used; the message names it and says what would be right."""
@@ -60,15 +49,6 @@ class UpOptions:
             elif value not in (None, False, "", 0):
                 args += [flag, str(value)]
         return args
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `512MiB`, `2GiB`, `300mb` or a bare number. Raises `BadOption`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise BadOption(f"{text!r} is not a size: write for example 512MiB or 2GiB")
-    return int(float(match[1]) * unit)
 
 
 def parse_http(text: str) -> tuple[str, int]:

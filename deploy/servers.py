@@ -44,15 +44,18 @@ def find_redis() -> str:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port nobody listens on now. Another process may take it before we do: then the start fails."""
-    with socket.socket() as probe:
+    with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def port_taken(host: str, port: int) -> bool:
     """Whether binding HOST:PORT fails now. Raises OSError when the host itself is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -13,14 +13,16 @@ from typing import Any
 from deploy import credentials as users
 from deploy.down import leftovers, stopped
 from deploy.mesh import Places, stages
-from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings, parse_size
+from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings
 from deploy.processes import end, identify
 from deploy.rundir import RunDir, RunDirError
 from deploy.servers import MissingServer, find_nats, find_redis, free_port, port_taken
 from deploy.supervisor import ChildSpec, StartFailed, Supervisor
+from services.worker.settings import parse_bytes
 from shared.model.errors import ModelError
 from shared.model.folder import ModelFolder
 from shared.model.resolve import resolve
+from shared.runtime.settings import SettingsError
 
 _READY_TIMEOUT_S = 600.0
 _NEWS_EVERY_S = 10.0
@@ -57,11 +59,14 @@ def say(line: str) -> None:
 
 def _check(options: UpOptions) -> None:
     instance_names(options.instances)
-    parse_size(options.kv_memory)
+    try:
+        parse_bytes(options.kv_memory)
+    except SettingsError as error:
+        raise BadOption(f"--kv-memory: {error}") from None
     parse_settings(options.set)
     host, port = parse_http(options.http)
     try:
-        taken = port != 0 and port_taken(host, port)
+        taken = port_taken(host, port)  # port 0 never is, but the host is checked
     except OSError as error:
         raise BadOption(
             f"--http {options.http}: {host} is not an address of this machine ({error.strerror})"

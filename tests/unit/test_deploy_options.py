@@ -10,24 +10,10 @@ import pytest
 
 from deploy import credentials as users
 from deploy.mesh import Places, stages
-from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings, parse_size
+from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings
 from deploy.rundir import RunDir
 from deploy.setup_torch import cuda_packages
 from deploy.tap import decode
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("512MiB", 512 << 20), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("300mb", 300_000_000), ("77", 77)],
-)
-def test_sizes_are_read_with_their_units(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "MiB", "12 parsecs", "-1MiB", "1e3MiB"])
-def test_what_is_no_size_is_refused_with_an_example(text):
-    with pytest.raises(BadOption, match="512MiB"):
-        parse_size(text)
 
 
 def test_addresses_are_read_and_bad_ones_refused():
