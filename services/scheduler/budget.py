@@ -106,7 +106,7 @@ class BudgetRules:
     turnaround_s: float = 0.003
     """From an instance's result to its next frame, by NATS and planning; hidden by frames in flight."""
     depth_min: int = 2
-    depth_max: int = 4
+    depth_max: int = 8
     prompt_share: float = 0.25
     """Part of a step that prompts may have where decodes alone fill the target, up to the cap."""
     floor_tokens: int = 16
@@ -126,3 +126,12 @@ class BudgetRules:
         """Frames to keep in flight so that the turnaround stays off the critical path."""
         ahead = 1 + int(self.turnaround_s / max(step_s, 1e-6))
         return min(self.depth_max, max(self.depth_min, ahead))
+
+    def refills(self, in_flight: int, step_s: float) -> bool:
+        """Whether it is time to issue frames again, up to `depth`.
+
+        A deep window is refilled half at a time: frames, results and tokens of several short steps then
+        share their system calls, which cost more than the steps themselves.
+        """
+        depth = self.depth(step_s)
+        return in_flight < (depth if depth <= 3 else depth // 2 + 1)

@@ -126,9 +126,13 @@ class Core:
             self.desk.cancel(event, now)
 
     def _ack(self, event: Ack, now: float) -> None:
-        # Clients may be the only ones left that remember a leadership above ours.
-        if self.leads and not self._outranked(event.epoch, event.owner, now):
-            self._effects += self.desk.ack(event, now)
+        if not self.leads:
+            return
+        # Clients may be the only ones left that remember a leadership above ours. Others than ours speak
+        # of other models' leaders.
+        if event.client in self.desk.clients and self._outranked(event.epoch, event.owner, now):
+            return
+        self._effects += self.desk.ack(event, now)
 
     def _hint(self, event: Hint, now: float) -> None:
         if self.leads:
@@ -141,6 +145,8 @@ class Core:
             self._effects += self.fleet.done(event, now)
 
     def _beat(self, event: Beat, now: float) -> None:
+        if event.info.model != self.rules.model:
+            return
         if self._outranked(event.epoch, event.owner, now):
             return
         self._effects += self.fleet.beat(event, self.leadership.rule is not Rule.FOLLOWER, now)
@@ -154,10 +160,14 @@ class Core:
             self._lead(now)
 
     def _resync(self, event: Resync, now: float) -> None:
+        if event.instance not in self.fleet.instances:
+            return
         if not self._outranked(event.epoch, event.owner, now) and self.leads:
             self._effects += self.fleet.resync(event, now)
 
     def _refused(self, event: Refused, now: float) -> None:
+        if event.instance not in self.fleet.instances:
+            return
         if not self._outranked(event.epoch, event.owner, now) and self.leads:
             self._effects += self.fleet.refused(event, now)
 
@@ -167,7 +177,9 @@ class Core:
     # Leadership
 
     def _beacon(self, event: Beacon, now: float) -> None:
-        if event.owner != self.owner and self.leadership.heard_beacon(event.epoch, event.owner, now):
+        if event.model != self.rules.model or event.owner == self.owner:
+            return
+        if self.leadership.heard_beacon(event.epoch, event.owner, now):
             self._step_down(event.epoch, event.owner, now)
 
     def _lease_seen(self, event: LeaseSeen, now: float) -> None:
@@ -298,6 +310,7 @@ class Core:
             # Who is asked first gets what is equally good anywhere.
             open_ = open_.copy()
             self.planner.rng.shuffle(open_)
+        open_ = [i for i in open_ if rules.refills(len(i.in_flight), i.fit.step_s)]
         while open_:
             # One frame each in turn, so that what waits is spread before anybody's window is full.
             unfilled = []

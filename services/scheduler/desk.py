@@ -203,15 +203,17 @@ class Desk:
 
     def ack(self, ack: Ack, now: float) -> list[Effect]:
         client = self.clients.get(ack.client)
+        if (ack.epoch, ack.owner) != (self.epoch, self.owner):
+            # It has not heard of us yet (the beacon will tell it), or belongs to another model's leader.
+            if client is not None:
+                client.heard_at = now
+            return []
         if client is None:
             client = self._client(ack.client, now)
-            if (ack.epoch, ack.owner) == (self.epoch, self.owner):
-                client.resume(ack.seq)
+            client.resume(ack.seq)
             client.answer(Answer("", "unknown_client"))
             return []
         client.heard_at = now
-        if (ack.epoch, ack.owner) != (self.epoch, self.owner):
-            return []
         if client.lapsed:
             client.resume(ack.seq)
             client.answers.insert(0, Answer("", "unknown_client"))

@@ -181,7 +181,7 @@ class Shell:
         # A frame that could not be sent is like one lost on the way: the protocol sends it again.
         with contextlib.suppress(BusDown):
             try:
-                self._bus.publish_now(to, message)
+                self._bus.publish_soon(to, message)
             except PayloadTooLarge as error:
                 self._log.error("frame too large", subject=to.subject, size=error.size, limit=error.limit)
 

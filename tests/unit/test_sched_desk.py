@@ -1,12 +1,13 @@
 """Requests, limits, deadlines and leases, as clients meet them."""
 
+import msgspec
 import pytest
 from sched_rig import FakeInstance, Rig
 
 from services.scheduler.core import Rules
 from services.scheduler.desk import DeskRules
 from services.scheduler.validate import malformed
-from shared.wire import Ack, Cancel, Sampling, Submit, SubmitSeq
+from shared.wire import Ack, Cancel, Sampling, SlotLogprobs, Submit, SubmitSeq
 
 
 def tight(queue_bound: int) -> Rules:
@@ -269,3 +270,20 @@ def test_ended_requests_are_forgotten_long_before_their_deadlines():
     assert not desk._open
     assert len(desk._deadlines) <= 1000
     assert not desk.clients["c"].answered
+
+
+def test_log_probabilities_travel_with_the_index_of_their_token():
+    rig = Rig().ready()
+    rig.submit("a", 6, 4, accepted=[7])
+    for _ in range(3):
+        done = rig.w0.result()
+        logprobs = [SlotLogprobs(slot, -0.5, [(1, -0.5)]) for slot in done.slots]
+        rig.handle(msgspec.structs.replace(done, logprobs=logprobs))
+        rig.turn()
+    rows = [row for frame in rig.frames for row in frame.logprobs]
+    assert [(row.index, row.chosen, row.top) for row in rows] == [
+        (n, [-0.5], [[(1, -0.5)]]) for n in (1, 2, 3)
+    ]
+    end = rig.end("a")
+    assert end is not None
+    assert end.generated == 4

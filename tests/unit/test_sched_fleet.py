@@ -219,6 +219,7 @@ def test_ranks_are_by_epoch_and_then_by_the_smaller_owner():
 def test_a_leader_that_sees_a_higher_claim_falls_silent(message: object):
     rig = Rig().ready()
     rig.submit("a", 6, 40)
+    assert rig.core.leads
     effects = rig.handle(message)
     assert any(isinstance(effect, Follow) for effect in effects)
     assert not rig.core.leads
@@ -228,6 +229,26 @@ def test_a_leader_that_sees_a_higher_claim_falls_silent(message: object):
     assert not any(isinstance(effect, SendStep | SendTokens) for effect in rig.effects)
     rig.ready()
     assert rig.core.leadership.epoch == 6
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Beacon(model="another", epoch=5, owner="other"),
+        Refused(instance="theirs", epoch=5, owner="other"),
+        Ack(client="theirs", epoch=5, owner="other", seq=0),
+        Beat(info=FakeInstance("theirs", model="another").info, incarnation=3, epoch=5, owner="other",
+             seen_seq=0, done_seq=0),
+    ],
+)  # fmt: skip
+def test_another_model_s_mesh_on_the_same_broker_is_none_of_our_business(message: object):
+    rig = Rig().ready()
+    rig.submit("a", 6, 40)
+    assert rig.handle(message) == []
+    rig.turn()
+    assert rig.core.leads
+    assert list(rig.core.fleet.instances) == ["w0"]
+    assert list(rig.core.desk.clients) == ["c"]
 
 
 def test_nonsense_epochs_are_not_believed():
