@@ -4,6 +4,7 @@ Needs the packages numpy and gguf. Memory used: one slice of a tensor, whatever 
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,12 @@ def _write_weights(file: Path, plan: list[_Planned], out: Path, progress: Progre
         end = offset + 4 * int(np.prod(item.shape))
         header[item.target.name] = {"dtype": "F32", "shape": list(item.shape), "data_offsets": [offset, end]}
         offset = end
+    free = shutil.disk_usage(out.parent).free
+    if free < offset:
+        raise ModelError(
+            f"{file.name} becomes {offset / 1e9:.1f} GB of float32, but only {free / 1e9:.1f} GB are free at "
+            f"{out.parent.parent}; make room, or set HORTATOR_CACHE to a folder on a larger disk"
+        )
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     with out.open("wb") as stream, progress(f"convert {file.name}", offset) as advance:

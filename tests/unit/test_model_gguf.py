@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -192,6 +193,14 @@ def test_a_cut_off_file_is_refused_cleanly(tmp_path, keep):
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ModelError, match="not a whole GGUF"):
         convert(file, tmp_path / "out")
+
+
+def test_a_disk_too_small_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
+    file = write(tmp_path / "m.gguf", weights(8, "llama"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ModelError, match="HORTATOR_CACHE"):
+        convert(file, tmp_path / "out")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_local_file_is_converted_once_and_found_by_content(tmp_path):
