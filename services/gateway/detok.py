@@ -70,19 +70,23 @@ class ByteDetokenizer:
 class StreamDetokenizer:
     """Detokenizer for every other vocabulary."""
 
-    __slots__ = ("_ids", "_shown", "_since", "_skip_special", "_stream", "_tokenizer")
+    __slots__ = ("_ids", "_shown", "_since", "_skipped", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        """`skipped` ids are no text."""
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._stream = DecodeStream(skip_special_tokens=skip_special)
+        self._skipped = skipped
+        self._stream = DecodeStream(skip_special_tokens=False)
         self._ids: list[int] = []
+        """Since the stream began, with the id before it."""
         self._shown = 0
-        """Characters handed out so far."""
+        """Characters of `_ids` handed out so far."""
         self._since = 0
         """Ids since the last text."""
 
     def push(self, token: int) -> str:
+        if token in self._skipped:
+            return ""
         self._ids.append(token)
         text = self._stream.step(self._tokenizer, token)
         if text:
@@ -93,7 +97,7 @@ class StreamDetokenizer:
         return self._force() if self._since >= MAX_HELD else ""
 
     def finish(self) -> str:
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)
+        whole = self._decode()
         tail = whole[self._shown :]
         self._shown = len(whole)
         return tail
@@ -101,9 +105,14 @@ class StreamDetokenizer:
     def _force(self) -> str:
         """Hand out what is held and begin a new stream behind it."""
         tail = self.finish()
-        self._stream = DecodeStream(ids=self._ids[-1:], skip_special_tokens=self._skip_special)
+        self._ids = self._ids[-1:]
+        self._shown = len(self._decode())
+        self._stream = DecodeStream(ids=list(self._ids), skip_special_tokens=False)
         self._since = 0
         return tail
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False)
 
 
 def byte_pieces(tokenizer: Tokenizer, skipped: frozenset[int]) -> list[bytes]:

@@ -85,7 +85,8 @@ class ModelCard:
     def detokenizer(self, skip_special: bool) -> Detokenizer:
         if self.byte_level:
             return ByteDetokenizer(self.hidden if skip_special else self.shown)
-        return StreamDetokenizer(self.tokenizer, skip_special)
+        skipped = frozenset(self.special.ids.values()) if skip_special else frozenset()
+        return StreamDetokenizer(self.tokenizer, skipped)
 
     async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a text in which special tokens count as such."""
