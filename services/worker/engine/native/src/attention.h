@@ -62,21 +62,49 @@ inline void fold(const Running& total, const Running& part, int64_t queries, int
     }
 }
 
-// The 16 keys of a unit, one pointer each: in place where they are float32, else expanded into `scratch` [16, dim].
-// Behind `valid` the last one is repeated; its scores are masked.
+// The 16 keys of a unit in place, one pointer each. Behind `valid` the last one is repeated; its scores are masked.
 template <class T>
 inline void find_keys(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid,
-                      float* scratch, const float* keys[kUnit]) {
+                      const T* keys[kUnit]) {
     for (int64_t t = 0; t < kUnit; t++) {
         const int64_t token = start + std::min(t, valid - 1);
-        const T* key = pages.at<T>(table[token / pages.block_tokens], 0, head, token % pages.block_tokens);
-        if constexpr (sizeof(T) == sizeof(float)) {
-            keys[t] = key;
-        } else {
-            keys[t] = scratch + t * pages.head_dim;
-            for (int64_t d = 0; d < pages.head_dim; d += kLanes) store(scratch + t * pages.head_dim + d, load(key + d));
+        keys[t] = pages.at<T>(table[token / pages.block_tokens], 0, head, token % pages.block_tokens);
+    }
+}
+
+// The same keys as float32, for many queries: expanded once into `scratch` [16, dim] if they are 16 bit.
+inline void expand_keys(const float* const from[kUnit], int64_t, float*, const float* to[kUnit]) {
+    std::copy_n(from, kUnit, to);
+}
+inline void expand_keys(const Half* const from[kUnit], int64_t dim, float* scratch, const float* to[kUnit]) {
+    for (int64_t t = 0; t < kUnit; t++) {
+        to[t] = scratch + t * dim;
+        for (int64_t d = 0; d < dim; d += kLanes) store(scratch + t * dim + d, load(from[t] + d));
+    }
+}
+
+// Part `part` of `parts` of the memory a later unit will read. Asked for in small portions between arithmetic:
+// all at once they would wait for each other, and a page is too short for the hardware's own prefetcher.
+struct Ahead {
+    const char* first = nullptr;
+    int64_t lines = 0;
+
+    void ask(int64_t part, int64_t parts) const {
+        for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; i++) {
+            _mm_prefetch(first + i * 64, _MM_HINT_T0);
         }
     }
+};
+
+// Keys (0) or values (1) of the run of tokens from `start` that lie together in one block.
+template <class T>
+inline Ahead run_ahead(const Pages& pages, const int32_t* table, int which, int64_t head, int64_t start,
+                       int64_t length) {
+    if (start >= length) return {};
+    const int64_t offset = start % pages.block_tokens;
+    const int64_t tokens = std::min(std::min<int64_t>(kUnit, pages.block_tokens - offset), length - start);
+    const T* first = pages.at<T>(table[start / pages.block_tokens], which, head, offset);
+    return {reinterpret_cast<const char*>(first), int64_t(tokens * pages.head_dim * sizeof(T) / 64)};
 }
 
 // Four dot products whose lanes are still apart → their sums, lanes paired in a fixed order.
@@ -88,9 +116,10 @@ inline __m128 sum4(Vec a, Vec b, Vec c, Vec d) {
 }
 
 // scores [R, 16] = q [R, dim] · keys.
-template <int R>
-inline void score(const float* q, const float* const keys[kUnit], int64_t dim, float* scores) {
+template <int R, class T>
+inline void score(const float* q, const T* const keys[kUnit], int64_t dim, float* scores, const Ahead& ahead) {
     for (int64_t t = 0; t < kUnit; t += 4) {
+        ahead.ask(t / 4, kUnit / 4);
         Vec acc[R][4];
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
@@ -115,19 +144,27 @@ inline void score(const float* q, const float* const keys[kUnit], int64_t dim, f
     }
 }
 
-inline void score_all(int64_t queries, const float* q, const float* const keys[kUnit], int64_t dim, float* scores) {
-    for (int64_t i = 0; i < queries;) {
-        const int64_t left = queries - i;
-        const float* from = q + i * dim;
-        float* to = scores + i * kUnit;
-        // 4 = 2 + 2: three queries fill the registers, one alone would leave them idle.
-        if (left == 3 || left >= 5) {
-            score<3>(from, keys, dim, to), i += 3;
-        } else if (left >= 2) {
-            score<2>(from, keys, dim, to), i += 2;
-        } else {
-            score<1>(from, keys, dim, to), i += 1;
-        }
+constexpr int kScoreRows = 3;  // 3 × 4 accumulators, and the queries they belong to
+
+template <class T>
+inline void score_few(int64_t queries, const float* q, const T* const keys[kUnit], int64_t dim, float* scores,
+                      const Ahead& ahead) {
+    switch (queries) {
+        case 1: return score<1>(q, keys, dim, scores, ahead);
+        case 2: return score<2>(q, keys, dim, scores, ahead);
+        default: return score<3>(q, keys, dim, scores, ahead);
+    }
+}
+
+template <class T>
+inline void score_all(int64_t queries, const float* q, const T* const keys[kUnit], int64_t dim, float* scratch,
+                      float* scores, const Ahead& ahead) {
+    if (queries <= kScoreRows) return score_few(queries, q, keys, dim, scores, ahead);
+    const float* expanded[kUnit];
+    expand_keys(keys, dim, scratch, expanded);
+    for (int64_t i = 0; i < queries; i += kScoreRows) {
+        const int64_t rows = std::min<int64_t>(kScoreRows, queries - i);
+        score_few(rows, q + i * dim, expanded, dim, scores + i * kUnit, i ? Ahead{} : ahead);
     }
 }
 
@@ -163,33 +200,19 @@ inline void weigh(float* scores, const Running& state, int64_t queries, int64_t 
 // out [queries, dim] += weights [queries, 16] · values of tokens [start, start + valid).
 template <class T>
 inline void gather_values(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid,
-                          const float* weights, int64_t queries, float* out) {
+                          const float* weights, int64_t queries, float* out, const Ahead& ahead) {
     const int64_t run = std::min<int64_t>(kUnit, pages.block_tokens), dim = pages.head_dim;
     for (int64_t t = 0; t < valid; t += run) {
         const int64_t token = start + t, length = std::min(run, valid - t);
         const T* values = pages.at<T>(table[token / pages.block_tokens], 1, head, token % pages.block_tokens);
         int64_t d = 0;
         for (; queries <= 3 && d + 2 * kPanel <= dim; d += 2 * kPanel) {
+            if (t == 0) ahead.ask(d / (2 * kPanel), dim / (2 * kPanel));
             tile_rows<2>(int(queries), length, weights + t, kUnit, values + d, dim, kPanel, out + d, dim, Into::kAdd,
                          nullptr);
         }
         for (; d < dim; d += kPanel) {
             strip(queries, length, weights + t, kUnit, values + d, dim, out + d, dim, Into::kAdd, nullptr);
-        }
-    }
-}
-
-// Ask for a unit's keys and values ahead of time: every page is shorter than the hardware's own prefetcher needs.
-template <class T>
-inline void prefetch(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid) {
-    const int64_t run = std::min<int64_t>(kUnit, pages.block_tokens);
-    for (int64_t t = 0; t < valid; t += run) {
-        const int64_t token = start + t;
-        for (int which = 0; which < 2; which++) {
-            const T* page = pages.at<T>(table[token / pages.block_tokens], which, head, token % pages.block_tokens);
-            const char* line = reinterpret_cast<const char*>(page);
-            const char* stop = reinterpret_cast<const char*>(page + std::min(run, valid - t) * pages.head_dim);
-            for (; line < stop; line += 64) _mm_prefetch(line, _MM_HINT_T0);
         }
     }
 }
@@ -227,14 +250,13 @@ void attend(const Pages& pages, const int32_t* table, int64_t head, int64_t grou
         s.part.clear(queries, dim);
         for (int64_t start = segment; start < std::min<int64_t>(segment + kSegment, length); start += kUnit) {
             const int64_t valid = std::min<int64_t>(kUnit, length - start);
-            const float* keys[kUnit];
-            find_keys<T>(pages, table, head, start, valid, s.keys, keys);
-            if (start + valid < length) {
-                prefetch<T>(pages, table, head, start + valid, std::min<int64_t>(kUnit, length - start - valid));
-            }
-            score_all(queries, s.scaled, keys, dim, s.scores);
+            const T* keys[kUnit];
+            find_keys<T>(pages, table, head, start, valid, keys);
+            score_all(queries, s.scaled, keys, dim, s.keys, s.scores,
+                      run_ahead<T>(pages, table, 0, head, start + kUnit, length));
             weigh(s.scores, s.part, queries, group, dim, start, first_position);
-            gather_values<T>(pages, table, head, start, valid, s.scores, queries, s.part.out);
+            gather_values<T>(pages, table, head, start, valid, s.scores, queries, s.part.out,
+                             run_ahead<T>(pages, table, 1, head, start + kUnit, length));
         }
         fold(s.total, s.part, queries, dim);
     }
