@@ -72,7 +72,6 @@ class WorkerService:
         self._metrics = WorkerMetrics(registry)
         self._log = structlog.get_logger()
         self._current: Session | None = None
-        self._outbox: asyncio.Queue[tuple[Address, Wire]] = asyncio.Queue()
         self._kv_changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._over = asyncio.Event()
@@ -100,7 +99,7 @@ class WorkerService:
         # The first beat invites a claim: by then we must listen.
         subscriptions = await self._subscribe()
         tasks = [
-            asyncio.ensure_future(work) for work in (self._publish(), self._beat(), self._tell_kvstore())
+            asyncio.ensure_future(work) for work in (self._beat(), self._tell_kvstore())
         ]
         self._log.info("instance ready to be claimed", **self.stats())
         self.ready.set()
@@ -113,10 +112,8 @@ class WorkerService:
             await asyncio.wait_for(self._runner.close(), FINISH_S)
         for task in (*tasks, told, over):
             task.cancel()
-        while not self._outbox.empty():
-            await self._send(*self._outbox.get_nowait())
         reason = f"engine failed: {self._failure}" if self._failure else "stopped"
-        await self._send(self._resync_to, self._session.goodbye(reason))
+        self._send(self._resync_to, self._session.goodbye(reason))
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -159,7 +156,7 @@ class WorkerService:
         self._metrics.step(outcome)
         if self._session.on_result(outcome.done):
             self._running = outcome.running
-            self._outbox.put_nowait((self._done_to, outcome.done))
+            self._send(self._done_to, outcome.done)
 
     def broken(self, session: BrokenSession) -> None:
         if self._session.on_broken(session.incarnation, str(session.fault), self._fresh()):
@@ -252,20 +249,15 @@ class WorkerService:
 
     def _react(self, reaction: Reaction) -> None:
         if reaction.done is not None:
-            self._outbox.put_nowait((self._done_to, reaction.done))
+            self._send(self._done_to, reaction.done)
         for message in reaction.say:
             self._say(message)
 
     def _say(self, message: Wire) -> None:
-        self._outbox.put_nowait((self._resync_to, message))
+        self._send(self._resync_to, message)
 
     def _restate(self, hashes: list[bytes]) -> None:
         self._tell(self._events.restate(hashes, self._session.info))
-
-    async def _publish(self) -> None:
-        """The one sender: what is said leaves in the order in which it was decided."""
-        while True:
-            await self._send(*await self._outbox.get())
 
     async def _beat(self) -> None:
         while True:
@@ -284,18 +276,21 @@ class WorkerService:
 
     def _tell(self, events: list[KvEvents]) -> None:
         for event in events:
-            self._outbox.put_nowait((self._kv_to, event))
+            self._send(self._kv_to, event)
 
-    async def _send(self, to: Address, message: Wire) -> None:
-        """Nothing is kept for a broker that is away: sequence numbers tell what was lost."""
+    def _send(self, to: Address, message: Wire) -> None:
+        """What is said leaves in the order in which it was decided.
+
+        Nothing is kept for a broker that is away: sequence numbers tell what was lost.
+        """
         try:
-            await self._bus.publish(to, message)
+            self._bus.publish_soon(to, message)
         except BusDown:
             pass
         except PayloadTooLarge as error:
             self._log.error("frame too large", subject=to.subject, size=error.size, limit=error.limit)
             if isinstance(message, Done):
-                await self._send(to, _without_prompt_logprobs(message))
+                self._send(to, _without_prompt_logprobs(message))
 
     def _claimed(
         self, ok: bool, incarnation: int, claim_id: str = "", blocks: Any = (), next_offset: int = 0

@@ -125,7 +125,7 @@ class MemoryBus:
     async def publish(self, to: Address, message: Wire) -> None:
         self._broker.inject(to.subject, self._outgoing(message))
 
-    def publish_now(self, to: Address, message: Wire) -> None:
+    def publish_soon(self, to: Address, message: Wire) -> None:
         self._broker.inject(to.subject, self._outgoing(message))
 
     async def subscribe(self, to: Address, handler: Handler, *, queue: str = "") -> MemorySubscription:

@@ -115,13 +115,13 @@ class NatsBus:
     async def publish(self, to: Address, message: Wire) -> None:
         await self._send(to.subject, encode(message))
 
-    def publish_now(self, to: Address, message: Wire) -> None:
+    def publish_soon(self, to: Address, message: Wire) -> None:
         if not self._client.is_connected:
             raise BusDown("disconnected from NATS")
         payload = encode(message)
         if len(payload) > self._client.max_payload:
             raise PayloadTooLarge(len(payload), self._client.max_payload)
-        self._client.publish_now(to.subject, payload)
+        self._client.publish_soon(to.subject, payload)
 
     async def subscribe(self, to: Address, handler: Handler, *, queue: str = "") -> NatsSubscription:
         if is_plain(handler):

@@ -35,11 +35,11 @@ class Bus(Protocol):
     async def publish(self, to: Address, message: Wire) -> None:
         """Raises `BusDown` while disconnected and `PayloadTooLarge` above the server's limit."""
 
-    def publish_now(self, to: Address, message: Wire) -> None:
-        """`publish` for plain handlers, and for a lone frame that is urgent; raises the same.
+    def publish_soon(self, to: Address, message: Wire) -> None:
+        """`publish` for plain handlers; raises the same.
 
-        It is written at once, while frames of `publish` are gathered until the end of the loop's turn; and it
-        lacks the pause that `publish` takes when the broker reads too slowly, so it is not for bulk.
+        Both gather what is sent in one turn of the loop into one write. This one lacks the pause that
+        `publish` takes when the broker reads too slowly, so it is not for bulk.
         """
 
     async def subscribe(self, to: Address, handler: Handler, *, queue: str = "") -> Subscription: ...

@@ -112,10 +112,10 @@ async def test_frames_sent_without_waiting_keep_their_place_among_the_others(mes
     await receiver.subscribe(address, inbox.put)
     for seq in range(0, 200, 2):
         await sender.publish(address, resync(seq))
-        sender.publish_now(address, resync(seq + 1))
+        sender.publish_soon(address, resync(seq + 1))
     assert [(await inbox.next()).have_seq for _ in range(200)] == list(range(200))
     with pytest.raises(PayloadTooLarge):
-        sender.publish_now(KV_RESTATE.at(instance="w0"), Restate(instance="w0", reason="x" * (1 << 20)))
+        sender.publish_soon(KV_RESTATE.at(instance="w0"), Restate(instance="w0", reason="x" * (1 << 20)))
 
 
 async def test_a_plain_handler_that_returns_something_is_told_to_be_declared_async(mesh: Any) -> None:
@@ -280,7 +280,7 @@ async def test_nothing_is_sent_or_kept_while_the_broker_is_away_and_subscription
     with pytest.raises(BusDown):
         await bus.publish(address, resync(1))
     with pytest.raises(BusDown):
-        bus.publish_now(address, resync(1))
+        bus.publish_soon(address, resync(1))
     with pytest.raises(BusDown):
         await bus.request(address, resync(1), reply=INSTANCE.reply_codec, timeout_s=1)
     late = await bus.subscribe(RESYNC.at(instance="w1"), inbox.put)

@@ -91,7 +91,7 @@ async def test_what_a_hanging_broker_has_not_taken_is_dropped_and_does_not_delay
         sender.on_state(lambda up: (back if up else gone).set())
         server.freeze()
         for _ in range(64):
-            sender.publish_now(KV_RESTATE.at(instance="w0"), Restate(instance="w0", reason="x" * 1_000_000))
+            sender.publish_soon(KV_RESTATE.at(instance="w0"), Restate(instance="w0", reason="x" * 1_000_000))
         await asyncio.wait_for(gone.wait(), 15)
         server.thaw()
         await asyncio.wait_for(back.wait(), 15)
@@ -112,7 +112,7 @@ async def test_closing_does_not_wait_for_a_broker_that_hangs(tmp_path: Path) -> 
         bus = await NatsBus.connect(f"nats://127.0.0.1:{server.port}")
         server.freeze()
         for _ in range(64):
-            bus.publish_now(KV_RESTATE.at(instance="w0"), Restate(instance="w0", reason="x" * 1_000_000))
+            bus.publish_soon(KV_RESTATE.at(instance="w0"), Restate(instance="w0", reason="x" * 1_000_000))
         await asyncio.wait_for(bus.close(), 10)
         server.thaw()
 
