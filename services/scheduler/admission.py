@@ -18,34 +18,56 @@ class Reservation(Protocol):
         """Blocks ran out: the expectation was too low."""
 
 
-class ExpectedOutput:
-    """A share of max_tokens, learnt from how much of it ended sequences used: mean plus one deviation."""
+class Estimate:
+    """Running mean and mean deviation; the first few observations replace the prior quickly."""
 
-    FIRST = 0.7
-    CLIP_TOKENS = 4096
-    """Nobody is held to more than this: a huge limit says little about the length."""
-
-    def __init__(self) -> None:
-        self._mean = self.FIRST
-        self._deviation = 0.1
-        self._raise = 0.0
+    def __init__(self, mean: float, deviation: float) -> None:
+        self.mean = mean
+        self.deviation = deviation
+        self._seen = 0
 
     @property
-    def share(self) -> float:
-        return min(1.0, self._mean + self._deviation + self._raise)
+    def high(self) -> float:
+        """Mean plus one deviation: what to be prepared for."""
+        return self.mean + self.deviation
+
+    def observe(self, value: float) -> None:
+        self._seen += 1
+        weight = max(0.05, 1.0 / (self._seen + 2))
+        self.deviation += weight * (abs(value - self.mean) - self.deviation)
+        self.mean += weight * (value - self.mean)
+
+
+class ExpectedOutput:
+    """Learnt from how long outputs turned out.
+
+    A limit somebody chose for an answer is worth something: a share of it is expected. A limit beyond
+    `LARGE` is no forecast but the absence of one (often the rest of the context), and a share of it would
+    let only a few sequences in: there the length itself is estimated.
+    """
+
+    LARGE = 1024
+    RAISE = 0.1
+    """Added to the expectation, relatively, by each preemption; wears off with sequences that end."""
+
+    def __init__(self) -> None:
+        self._share = Estimate(0.7, 0.1)
+        self._length = Estimate(384.0, 128.0)
+        self._raise = 0.0
 
     def output_tokens(self, max_tokens: int, written: int) -> int:
-        expected = min(int(max_tokens * self.share) + 1, written + self.CLIP_TOKENS, max_tokens)
-        return max(expected, min(written + 1, max_tokens))
+        expected = self._length.high if max_tokens > self.LARGE else max_tokens * self._share.high
+        return min(max_tokens, max(int(expected * (1.0 + self._raise)) + 1, written + 1))
 
     def observe(self, max_tokens: int, generated: int) -> None:
-        used = generated / max_tokens
-        self._deviation += 0.05 * (abs(used - self._mean) - self._deviation)
-        self._mean += 0.05 * (used - self._mean)
+        if max_tokens > self.LARGE:
+            self._length.observe(generated)
+        else:
+            self._share.observe(generated / max_tokens)
         self._raise *= 0.98
 
     def preempted(self) -> None:
-        self._raise = min(1.0, self._raise + 0.1)
+        self._raise = min(1.0, self._raise + self.RAISE)
 
 
 class ReserveMax:

@@ -1,10 +1,14 @@
 """Where a waiting sequence would find its beginning on an instance, and whether the rest has room."""
 
+from functools import lru_cache
+
 from services.scheduler.admission import Reservation
 from services.scheduler.instances import Instance
 from services.scheduler.sequences import Sequence
 from shared.blocks import chain, root_hash
 from shared.ids import BlockHash
+
+_root = lru_cache(1024)(root_hash)
 
 
 class Seat:
@@ -63,9 +67,9 @@ def prefix_hashes(instance: Instance, sequence: Sequence) -> list[BlockHash]:
         for sibling in request.sequences:
             sibling.hashes = None
     if request.hashes is None:
-        request.hashes = chain(root_hash(kind[0], size, request.salt), request.prompt, size)
+        request.hashes = chain(_root(kind[0], size, request.salt), request.prompt, size)
     if not sequence.out:
         return request.hashes
     if sequence.hashes is None:
-        sequence.hashes = chain(root_hash(kind[0], size, request.salt), sequence.ids(), size)
+        sequence.hashes = chain(_root(kind[0], size, request.salt), sequence.ids(), size)
     return sequence.hashes

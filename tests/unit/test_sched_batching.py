@@ -230,13 +230,33 @@ def test_expected_output_is_reserved_so_that_nobody_is_preempted():
     assert all(rig.tokens(name) == list(range(100, 140)) for name in "abcdefgh")
 
 
-def test_short_outputs_teach_the_reservation_to_admit_more():
+@pytest.mark.parametrize("max_tokens", [1000, 8000])
+def test_short_outputs_teach_the_reservation_to_admit_more(max_tokens: int):
     learnt = ExpectedOutput()
-    before = learnt.output_tokens(1000, 0)
-    for _ in range(200):
-        learnt.observe(1000, 100)
-    assert learnt.output_tokens(1000, 0) < 250 < before
-    assert learnt.output_tokens(1000, 900) >= 901
+    before = learnt.output_tokens(max_tokens, 0)
+    for _ in range(50):
+        learnt.observe(max_tokens, 100)
+    assert 100 < learnt.output_tokens(max_tokens, 0) < 250 < before
+    assert learnt.output_tokens(max_tokens, 900) >= 901
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 2000])
+def test_outputs_that_use_their_limit_are_soon_reserved_whole(max_tokens: int):
+    learnt = ExpectedOutput()
+    for _ in range(30):
+        learnt.observe(max_tokens, max_tokens)
+    assert learnt.output_tokens(max_tokens, 0) > 0.9 * max_tokens
+
+
+def test_a_limit_that_is_the_rest_of_the_context_does_not_keep_others_out():
+    assert ExpectedOutput().output_tokens(8000, 0) < 1000
+
+
+def test_preemption_makes_the_reservation_more_careful():
+    learnt = ExpectedOutput()
+    before = learnt.output_tokens(500, 0)
+    learnt.preempted()
+    assert learnt.output_tokens(500, 0) > before
 
 
 def test_the_latest_of_the_least_urgent_is_preempted_and_goes_on_where_it_was():
