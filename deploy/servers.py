@@ -1,12 +1,15 @@
 """NATS and Redis of a local mesh: where their programs are, free ports, and whether they answer."""
 
 import importlib.util
+import random
 import shutil
 import socket
 import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+
+_LOWEST_PORT = 10240
 
 
 class MissingServer(RuntimeError):
@@ -43,10 +46,27 @@ def find_redis() -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now. Another process may take it before we do: then the start fails."""
+    """A port nobody listens on now, below those the kernel gives to outgoing connections.
+
+    From among those, a client that reconnects while its server restarts could be given the server's own port
+    (and connect to itself). Another process may still take the port before we do: then the start fails.
+    """
+    candidates = random.SystemRandom().sample(
+        range(_LOWEST_PORT, max(_first_ephemeral(), _LOWEST_PORT + 2048)), 64
+    )
+    for port in candidates:
+        if not port_taken(host, port):
+            return port
     with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def _first_ephemeral() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768
 
 
 def _family(host: str) -> socket.AddressFamily:

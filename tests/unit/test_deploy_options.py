@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from deploy import credentials as users
 from deploy.mesh import Places, stages
 from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings
 from deploy.rundir import RunDir
+from deploy.servers import free_port, port_taken
 from deploy.setup_torch import cuda_packages
 from deploy.tap import decode
 
@@ -22,6 +24,21 @@ def test_addresses_are_read_and_bad_ones_refused():
     for text in ("8000", ":8000", "localhost", "localhost:70000", "localhost:http"):
         with pytest.raises(BadOption, match="HOST:PORT"):
             parse_http(text)
+
+
+def test_ports_of_servers_are_none_that_outgoing_connections_get():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(50):
+        port = free_port()
+        assert 1024 < port < max(first, 12288)
+        assert not port_taken("127.0.0.1", port)
+
+
+def test_a_port_that_somebody_listens_on_is_taken():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert port_taken("127.0.0.1", listener.getsockname()[1])
 
 
 def test_further_settings_are_read_per_service_and_reach_it(tmp_path):
