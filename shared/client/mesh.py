@@ -28,6 +28,8 @@ from shared.wire import Ack, Answer, Beacon, Cancel, EndRow, Submit, Tokens
 log = structlog.get_logger()
 
 TICK_S = 0.05
+SEND_REST_S = 0.003
+"""After a batch of messages the next waits so long: each write wakes the broker, the dearest part of it."""
 
 
 class Sink(Protocol):
@@ -147,6 +149,7 @@ class MeshClient:
             self._sending.clear()
             while self._outbox:
                 await self._publish(self._outbox.popleft())
+            await asyncio.sleep(SEND_REST_S)
 
     async def _publish(self, message: Submit | Cancel | Ack) -> None:
         to = self._to[type(message)]
