@@ -122,7 +122,7 @@ def test_filters_keep_what_sorting_everything_keeps(values, sampling):
     scaled = (np.array(values, np.float32) - np.float32(max(values))) / np.float32(
         sampling.temperature or 1.0
     )
-    kept = keep(scaled, sampling)
+    kept = keep(scaled, sampling, float(np.exp(scaled, dtype=np.float64).sum()))
     expected = oracle_kept(scaled.tolist(), Sampling(**{**as_dict(sampling), "temperature": 1.0}))
     assert (list(range(len(values))) if kept is None else kept.tolist()) == expected
 
@@ -135,7 +135,7 @@ def test_a_wide_nucleus_is_found_beyond_the_first_guess():
     values = np.random.default_rng(0).normal(size=20000).astype(np.float32)
     values -= values.max()
     sampling = Sampling(max_tokens=1, top_p=0.95)
-    kept = keep(values, sampling)
+    kept = keep(values, sampling, float(np.exp(values, dtype=np.float64).sum()))
     order = np.argsort(-values, kind="stable")
     mass = np.cumsum(np.exp(values[order], dtype=np.float64))
     assert sorted(order[: int(np.searchsorted(mass, 0.95 * mass[-1])) + 1]) == kept.tolist()

@@ -5,14 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.device import Device, Linear
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.rope import rope_tables
+from services.worker.engine.sampler import scan_rows
 from services.worker.engine.weights import LayerWeights, ModelFolder
 
 
@@ -21,6 +24,10 @@ class Decoder(Protocol):
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits [len(batch.logit_tokens), vocab], float32."""
+        ...
+
+    def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """`sampler.Scan` of logits, as fast as this path can."""
         ...
 
     def detail(self) -> dict[str, str]:
@@ -55,6 +62,9 @@ class TorchDecoder:
         self._layers = [self._load(layer) for layer in folder.layers()]
         cos, sin = rope_tables(self.config)
         self._cos, self._sin = device.tensor(cos), device.tensor(sin)
+
+    def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        return scan_rows(values)
 
     def detail(self) -> dict[str, str]:
         return {"kernels": "torch"}

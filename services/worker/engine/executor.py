@@ -122,7 +122,8 @@ class TorchExecutor:
             return
         last = np.searchsorted(batch.logit_tokens, batch.row_start[1:][sampled] - 1)
         chosen = logits if len(last) == len(logits) else logits[torch.from_numpy(last)]
-        tokens, logprobs = sample(chosen, [_sample_row(slots, int(slot)) for slot in step.slots[sampled]])
+        rows = [_sample_row(slots, int(slot)) for slot in step.slots[sampled]]
+        tokens, logprobs = sample(chosen, rows, self._decoder.scan)
         output.tokens[sampled] = tokens
         output.logprobs = {int(sampled[i]): found for i, found in logprobs.items()}
         for row in sampled[tokens == NOT_FINITE]:

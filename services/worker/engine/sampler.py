@@ -6,7 +6,7 @@ inverse CDF over ascending ids with one uniform per row (`uniform.py`). Ties are
 everywhere, so the same logits give the same token whatever else is in the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,14 @@ from shared.wire import Sampling
 NOT_FINITE = -2
 """Instead of a token, where a row's logits hold NaN or infinity."""
 
+Scan = Callable[[NDArray[np.float32]], tuple[NDArray[np.bool_], NDArray[np.int64]]]
+"""Values [rows, size] → (every value of the row is finite, index of its first maximum)."""
+
 _MASKED = -np.inf
-# Candidates looked at first for top-p and min-p; rows whose nucleus is wider are sorted whole.
-_NUCLEUS_GUESS = 256
+_STRETCH = 256
+"""Ids summed as one when a token is drawn from the whole vocabulary."""
+# How far below the largest logit candidates are looked for, until enough are found. Nearly always the first.
+_DEPTHS = (4.0, 8.0, 12.0, 16.0, 24.0, np.inf)
 
 
 @dataclass(frozen=True)
@@ -42,35 +47,38 @@ class SampleRow:
         return len(self.history) - self.prompt_len
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[I32, dict[int, TokenLogprobs]]:
+def scan_rows(values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """`Scan` in numpy."""
+    best = values.argmax(axis=1)  # NaN counts as largest
+    top = np.take_along_axis(values, best[:, None], axis=1)[:, 0]
+    return np.isfinite(top) & np.isfinite(values.min(axis=1)), best
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampleRow], scan: Scan = scan_rows
+) -> tuple[I32, dict[int, TokenLogprobs]]:
     """Token of each row (`NOT_FINITE` where its logits are not) and the log-probabilities asked for, by row.
 
     `logits` [rows, vocab] float32 on the CPU; it is overwritten where a row's sampling changes it.
     """
     values = logits.numpy()
-    finite, greedy = scan_rows(values)
+    finite, greedy = scan(values)
     tokens = greedy.astype(np.int32)
     wants = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and finite[i]]
     raw = torch.log_softmax(logits[wants], dim=-1) if wants else None
     changed = [i for i, row in enumerate(rows) if finite[i] and adjust(values[i], row)]
-    if changed:
-        tokens[changed] = values[changed].argmax(axis=1)
+    for i in changed:
+        tokens[i] = values[i].argmax()
     drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature > 0]
     if drawn:
-        tokens[drawn] = draw(values[drawn], [rows[i] for i in drawn])
+        largest = np.take_along_axis(values[drawn], tokens[drawn, None].astype(np.intp), axis=1)
+        tokens[drawn] = draw(values[drawn] - largest, [rows[i] for i in drawn])
     tokens[~finite] = NOT_FINITE
     if raw is None:
         return tokens, {}
     counts = [rows[i].sampling.logprobs or 0 for i in wants]
     found = top_logprobs(raw, tokens[wants], counts)
     return tokens, {i: TokenLogprobs(chosen, top) for i, (chosen, top) in zip(wants, found)}
-
-
-def scan_rows(values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
-    """(every value finite, index of the largest) of each row."""
-    best = values.argmax(axis=1)  # NaN counts as largest
-    top = np.take_along_axis(values, best[:, None], axis=1)[:, 0]
-    return np.isfinite(top) & np.isfinite(values.min(axis=1)), best
 
 
 def adjust(logits: NDArray[np.float32], row: SampleRow) -> bool:
@@ -95,65 +103,77 @@ def adjust(logits: NDArray[np.float32], row: SampleRow) -> bool:
     return changed
 
 
-def draw(logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> I32:
-    """Draw one token per row at its temperature from what its filters leave."""
+def draw(below: NDArray[np.float32], rows: Sequence[SampleRow]) -> I32:
+    """Draw one token per row at its temperature from what its filters leave.
+
+    `below` [rows, vocab] is each logit minus the row's largest.
+    """
     u = uniforms(
         np.array([row.sampling.seed & (2**64 - 1) for row in rows], np.uint64),
         np.array([row.choice for row in rows], np.uint64),
         np.array([row.index for row in rows], np.uint64),
     )
     temperature = np.array([row.sampling.temperature for row in rows], np.float32)[:, None]
-    scaled = (logits - logits.max(axis=1, keepdims=True)) / temperature  # largest is 0
+    size = below.shape[1]
+    scaled = np.full((len(rows), -(-size // _STRETCH) * _STRETCH), _MASKED, np.float32)
+    np.divide(below, temperature, out=scaled[:, :size])
+    weights = torch.from_numpy(scaled).exp().numpy()
+    sums = weights.reshape(len(rows), -1, _STRETCH).sum(axis=2, dtype=np.float64)
     tokens = np.empty(len(rows), np.int32)
     for i, row in enumerate(rows):
-        kept = keep(scaled[i], row.sampling)
-        weights = np.exp(scaled[i] if kept is None else scaled[i][kept], dtype=np.float64)
-        cumulative = np.cumsum(weights)
-        place = int(np.searchsorted(cumulative, u[i] * cumulative[-1], side="right"))
-        # A product that rounds up to the total would point behind the end.
-        place = min(place, int(np.flatnonzero(weights)[-1]) if place >= len(weights) else place)
-        tokens[i] = place if kept is None else kept[place]
+        kept = keep(scaled[i, :size], row.sampling, float(sums[i].sum()))
+        if kept is not None:
+            tokens[i] = kept[_place(np.exp(scaled[i][kept], dtype=np.float64), u[i])]
+            continue
+        ends = np.cumsum(sums[i])
+        target = u[i] * ends[-1]
+        stretch = min(int(np.searchsorted(ends, target, side="right")), len(ends) - 1)
+        inside = weights[i, stretch * _STRETCH : (stretch + 1) * _STRETCH].astype(np.float64)
+        before = ends[stretch] - sums[i, stretch]
+        tokens[i] = stretch * _STRETCH + _place(inside, (target - before) / sums[i, stretch])
     return tokens
 
 
-def keep(scaled: NDArray[np.float32], s: Sampling) -> NDArray[np.intp] | None:
-    """Ids, ascending, that min-p, top-k and top-p leave of one row; None for all. `scaled` has maximum 0.
+def _place(weights: NDArray[np.float64], u: float) -> int:
+    """The first index whose cumulative weight exceeds the share `u` of the total."""
+    cumulative = np.cumsum(weights)
+    place = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+    # A product that rounds up to the total would point behind the last that has any weight.
+    return place if place < len(weights) else int(np.flatnonzero(weights)[-1])
 
-    top-k keeps exactly k; top-p then keeps the shortest run of the most likely whose share of what top-k left
-    reaches p.
+
+def keep(scaled: NDArray[np.float32], s: Sampling, total: float) -> NDArray[np.intp] | None:
+    """Ids, ascending, that min-p, top-k and top-p leave of one row; None for all.
+
+    `scaled` has maximum 0, and `total` is the sum of exp(scaled). top-k keeps exactly k; top-p then keeps the
+    shortest run of the most likely whose share of what min-p and top-k left reaches p.
     """
     size = len(scaled)
     k = s.top_k if 0 < s.top_k < size else size
     if k == size and s.top_p >= 1.0 and s.min_p <= 0.0:
         return None
-    floor = np.log(s.min_p) if s.min_p > 0.0 else -np.inf
-    above = np.flatnonzero(scaled >= floor) if s.min_p > 0.0 else None
-    if s.top_p >= 1.0 and (k == size or (above is not None and len(above) <= k)):
-        return above
-    total = float(np.exp(scaled if above is None else scaled[above], dtype=np.float64).sum())
-    guess = k if k < size else _NUCLEUS_GUESS
-    while True:
-        best = _largest(scaled, min(guess, size))
-        if above is not None:
-            best = best[scaled[best] >= floor]
-        if s.top_p >= 1.0:
-            return np.sort(best)
+    floor = float(np.log(s.min_p)) if s.min_p > 0.0 else -np.inf
+    unfiltered = k == size and floor == -np.inf
+    for depth in _DEPTHS:
+        best = _sorted_from(scaled, max(floor, -depth))[:k]
         mass = np.cumsum(np.exp(scaled[best], dtype=np.float64))
-        wanted = s.top_p * (mass[-1] if k < size else total)
-        if k < size or guess >= size or mass[-1] >= wanted or (above is not None and len(best) == len(above)):
+        # Whether nothing that a deeper look would find could come in before what is already here.
+        whole = len(best) == k or -depth <= floor
+        if whole and s.top_p >= 1.0:
+            return np.sort(best)
+        if whole or (unfiltered and mass[-1] >= s.top_p * total):
+            wanted = s.top_p * (total if unfiltered else mass[-1])
             return np.sort(best[: int(np.searchsorted(mass, wanted)) + 1])
-        guess *= 8
+    raise AssertionError("the last depth looks at everything")
 
 
-def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.intp]:
-    """Indices of the `count` largest values, largest first, ties by lower index."""
-    if count < len(values):
-        threshold = np.partition(values, len(values) - count)[len(values) - count]
-        found = np.flatnonzero(values >= threshold)
-    else:
-        found = np.arange(len(values))
-    order = np.lexsort((found, -values[found]))
-    return found[order][:count]
+def _sorted_from(below: NDArray[np.float32], floor: float) -> NDArray[np.intp]:
+    """Indices of the values of at least `floor`, largest first, ties by lower index; no value is above 0."""
+    found = np.flatnonzero(below >= floor)
+    # Bits of a float that is not negative order like the float. One sort of plain integers is far faster than
+    # an indirect sort of floats.
+    keys = np.abs(below[found]).view(np.uint32).astype(np.uint64) << np.uint64(32)
+    return (np.sort(keys | found.astype(np.uint64)) & np.uint64(0xFFFFFFFF)).astype(np.intp)
 
 
 def top_logprobs(
@@ -163,6 +183,18 @@ def top_logprobs(
     values = raw.numpy()
     result: list[tuple[float, list[tuple[int, float]]]] = []
     for row, token, count in zip(values, chosen, counts):
-        best = _largest(row, count) if count else np.empty(0, np.intp)
+        best = _best(row, count)
         result.append((float(row[token]), [(int(i), float(row[i])) for i in best]))
     return result
+
+
+def _best(values: NDArray[np.float32], count: int) -> NDArray[np.intp]:
+    """Indices of the `count` largest, largest first."""
+    if count == 0:
+        return np.empty(0, np.intp)
+    below = values - values.max()
+    for depth in _DEPTHS:
+        found = _sorted_from(below, -depth)
+        if len(found) >= count:
+            break
+    return found[:count]

@@ -130,6 +130,9 @@ class NativeDecoder:
     def detail(self) -> dict[str, str]:
         return {"kernels": "native"}
 
+    def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        return self._kernels.scan(values)
+
     def spent(self) -> dict[str, float]:
         """Seconds of every pass so far by kind of work."""
         return dict(zip(PHASES, self._spent.tolist()))
