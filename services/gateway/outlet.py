@@ -7,6 +7,7 @@ at once, and a task per write would cost more than the write.
 
 import asyncio
 from collections.abc import Callable
+from time import thread_time
 from typing import Any
 
 import structlog
@@ -26,8 +27,9 @@ SSE_HEADERS: Headers = [
 ]
 PING = b": ping\n\n"
 REST_SHARE = 8.0
-"""After a pass that took t, the next begins t times this later: under load writes then carry more events."""
-LONGEST_REST_S = 0.02
+"""After a pass that took t of processor time, the next begins t times this later, so that under load a write
+carries more events."""
+LONGEST_REST_S = 0.015
 
 
 class Flusher:
@@ -55,12 +57,12 @@ class Flusher:
     def _flush(self) -> None:
         self._scheduled = False
         marked, self._marked = self._marked, []
-        now = self._loop.time
-        began = now()
+        began = thread_time()
+        now = self._loop.time()
         for outlet in marked:
-            outlet.flush(began)
-        ended = now()
-        self._not_before = ended + min(LONGEST_REST_S, (ended - began) * REST_SHARE)
+            outlet.flush(now)
+        took = thread_time() - began
+        self._not_before = self._loop.time() + min(LONGEST_REST_S, took * REST_SHARE)
         self.passes += 1
         self.writes += len(marked)
 
