@@ -155,6 +155,10 @@ def check_ids(param: str, ids: Sequence[Any], vocab_size: int) -> None:
         return
     if set(map(type, ids)) != {int}:
         raise invalid(param, f"{param} must hold token ids (integers) only.", code="invalid_type")
+    _check_range(param, ids, vocab_size)
+
+
+def _check_range(param: str, ids: Sequence[int], vocab_size: int) -> None:
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise invalid(
             param, f"{param} holds an id outside the vocabulary; ids go from 0 to {vocab_size - 1}."
@@ -266,7 +270,7 @@ def prompts(prompt: str | list[Any] | None, vocab_size: int, most: int) -> list[
         return [prompt]
     kinds = set(map(type, prompt))
     if kinds == {int}:
-        check_ids("prompt", prompt, vocab_size)
+        _check_range("prompt", prompt, vocab_size)
         return [prompt]
     if len(prompt) > most:
         raise invalid("prompt", f"At most {most} prompts fit into one request.")
