@@ -81,9 +81,10 @@ def test_golden_with_that_chunk_size(tmp_path, chunk):
 def test_golden_after_forced_preemption(tmp_path):
     """KV for a few sequences only, and a scheduler that has learnt to expect short outputs: it admits more
     than fit, so blocks run out, sequences are preempted, and nobody's tokens change."""
-    with Mesh.start(tmp_path, "--dtype", "float32", "--kv-memory", "24MiB") as running:
+    tight = ("--dtype", "float32", "--kv-memory", "24MiB", "--set", "gateway.queue_timeout_s=300")
+    with Mesh.start(tmp_path, *tight) as running:
         short = min(GOLDEN, key=lambda c: len(c["golden"]))
-        for answer in at_once(running.base_url, [(short, 400)] * 60):
+        for answer in at_once(running.base_url, [(short, 200)] * 40):
             assert tokens(answer) == short["golden"]
         assert running.metric("scheduler", "hortator_scheduler_preemptions_total") == 0
         all_at_once(running.base_url, copies=4)
