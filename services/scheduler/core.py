@@ -101,6 +101,11 @@ class Core:
     def leads(self) -> bool:
         return self.leadership.rule is Rule.LEADER
 
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nobody waits."""
+        return not len(self.desk.queue) and not any(i.running or i.in_flight for i in self.fleet.active)
+
     def handle(self, event: Any, now: float) -> list[Effect]:
         """Take one event in. `now` is monotonic, in seconds."""
         leadership = self.leadership

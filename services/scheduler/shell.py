@@ -37,7 +37,7 @@ from shared.bus.port import Bus, BusDown, NoAnswer, PayloadTooLarge, Subscriptio
 from shared.ids import BlockHash
 from shared.store.port import Store, StoreDown
 from shared.subjects import Address
-from shared.wire import Claim, Claimed, Inventory, Submit, Wire
+from shared.wire import Ack, Cancel, Claim, Claimed, Inventory, Submit, Wire
 
 TICK_S = 0.05
 LEASE_POLL_S = 0.5
@@ -59,6 +59,8 @@ class Shell:
         self._urgent: deque[Effect] = deque()
         self._later: deque[Effect] = deque()
         self._loop = asyncio.get_running_loop()
+        self._broken: asyncio.Future[Any] = self._loop.create_future()
+        """Gets the exception that ends this process."""
         self._lookups: list[tuple[str, str]] = []
         self._turning = False
         self._subscribing: asyncio.Future[None] | None = None
@@ -69,7 +71,11 @@ class Shell:
         self._addresses: dict[tuple[str, str], Address] = {}
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping`; then leadership is given up in Redis so that a standby need not wait."""
+        """Until `stopping`; then leadership is given up in Redis so that a standby need not wait.
+
+        Raises what the core raised: its books cannot be trusted then. Whoever starts us again begins with
+        empty ones, and clients submit what is open.
+        """
         self._bus.on_state(lambda up: self._feed(Connected(up)))
         always = [
             await self._bus.subscribe(subjects.RESYNC.every(), self._feed),
@@ -78,7 +84,7 @@ class Shell:
         works = [self._tick()]
         if self._store is not None:
             works.append(self._keep_lease(self._store))
-        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
+        tasks = [self._broken, *(asyncio.ensure_future(work) for work in works)]
         stop = asyncio.ensure_future(stopping.wait())
         try:
             await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -91,20 +97,36 @@ class Shell:
             stop.cancel()
             for task in (*tasks, *self._tasks):
                 task.cancel()
-            for effect in self.core.handle(Stop(), time.monotonic()):
+            self._feed(Stop())
+            for effect in self._urgent:
                 if isinstance(effect, DropLease):
                     await self._drop_lease(effect)
 
     # In
 
     def _feed(self, event: Any) -> None:
-        effects = self.core.handle(event, time.monotonic())
-        if effects:
-            self._sort(effects)
+        self._handle(event)
         if not self._turning:
             self._turning = True
             # Behind whatever else this loop iteration brings.
             self._loop.call_soon(self._turn)
+
+    def _handle(self, event: Any) -> None:
+        try:
+            effects = self.core.handle(event, time.monotonic())
+        except Exception as error:
+            if isinstance(event, Submit | Cancel | Ack):
+                # Refused as a whole before anything was planned; the bus counts and logs it.
+                raise
+            self._break(error)
+            return
+        if effects:
+            self._sort(effects)
+
+    def _break(self, error: Exception) -> None:
+        self._log.error("core failed", exc_info=error)
+        if not self._broken.done():
+            self._broken.set_exception(error)
 
     def _submitted(self, submit: Submit) -> None:
         self._feed(submit)
@@ -116,16 +138,28 @@ class Shell:
             (self._later if type(effect) is SendTokens else self._urgent).append(effect)
 
     async def _tick(self) -> None:
+        checked = 0
         while True:
             self._feed(Tick())
             await asyncio.sleep(TICK_S)
+            steps = self.core.counters.steps
+            if steps != checked and self.core.idle:
+                # Once after each burst of work, when it disturbs nobody.
+                checked = steps
+                self._check_books()
+
+    def _check_books(self) -> None:
+        try:
+            self.core.check()
+        except AssertionError as error:
+            self._break(error)
 
     # Out
 
     def _turn(self) -> None:
         """One turn for all that arrived in a loop iteration; its effects in order, token frames last."""
         self._turning = False
-        self._sort(self.core.handle(Turn(), time.monotonic()))
+        self._handle(Turn())
         self._flush()
         while self._lookups:
             # Whatever could be placed at once has been.

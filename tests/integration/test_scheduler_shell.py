@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -93,6 +94,14 @@ class Parts:
         stopping.set()
         await task
         await bus.close()
+
+    async def ended(self, name: str) -> None:
+        """It ends by itself; raises what it raised."""
+        _, task, bus = self._running.pop(name)
+        async with asyncio.timeout(10):
+            await asyncio.wait({task})
+        await bus.close()
+        task.result()
 
     async def kill(self, name: str) -> None:
         """No goodbye, no release of anything."""
@@ -242,3 +251,30 @@ async def test_a_waiting_request_is_looked_up_in_the_shared_index():
                 await asyncio.sleep(0.001)
         assert sequence.request.hints == {"w1": 2}
         await ended([*busy, *waiting, *second])
+
+
+async def test_a_core_that_fails_ends_the_process_and_a_restarted_one_goes_on():
+    async with mesh("w0") as (parts, client):
+        core = await parts.start_scheduler("s0")
+        (reference,) = ask(client, "reference", tokens=800)
+        await ended([reference])
+        (stream,) = ask(client, "stream", tokens=800)
+        async with asyncio.timeout(10):
+            while len(stream.ids) < 50:
+                await asyncio.sleep(0.005)
+        core.fleet.active.append(None)  # type: ignore[arg-type]
+        with pytest.raises(AttributeError):
+            await parts.ended("s0")
+        await parts.start_scheduler("s0-again")
+        await ended([stream])
+        assert stream.ids == reference.ids
+
+
+async def test_books_that_contradict_each_other_are_found_when_idle():
+    async with mesh("w0") as (parts, client):
+        core = await parts.start_scheduler("s0")
+        await ended(ask(client, "a"))
+        core.fleet.instances["w0"].reserved += 1
+        await ended(ask(client, "b"))
+        with pytest.raises(AssertionError, match="reservation"):
+            await parts.ended("s0")
