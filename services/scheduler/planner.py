@@ -79,7 +79,7 @@ class Planner:
         draft = Draft(instance.next_seq)
         due = instance.calendar.pop(draft.seq, None)
         if due or instance.stalled:
-            self._grow(instance, draft, due or ())
+            self._grow(instance, draft, due or (), now)
         budget = -1
         if instance.prefilling:
             budget = self._budget(instance)
@@ -96,7 +96,7 @@ class Planner:
 
     # Running sequences: blocks
 
-    def _grow(self, instance: Instance, draft: Draft, due: Many[Sequence]) -> None:
+    def _grow(self, instance: Instance, draft: Draft, due: Many[Sequence], now: float) -> None:
         """Give blocks to those whose table is full, oldest first; those that get none skip this frame."""
         hungry = list(instance.stalled)
         for sequence in due:
@@ -119,9 +119,11 @@ class Planner:
                     instance.running[sequence] = Lane.STALLED
                     instance.decoding -= 1
                     instance.stalled.append(sequence)
+                    sequence.stalled_at = now
                 continue
             if was_stalled:
                 instance.stalled.remove(sequence)
+                sequence.go_on(now)
             else:
                 instance.decoding -= 1
             sequence.blocks = sequence.blocks + taken

@@ -102,6 +102,8 @@ class Sequence:
     changed: float = 0.0
     """When the phase began."""
     times: dict[str, float] = field(default_factory=dict)
+    stalled_at: float = 0.0
+    """Since when it skips frames for want of a block; 0: it does not."""
 
     @property
     def end(self) -> int:
@@ -116,6 +118,7 @@ class Sequence:
         """Change phase, booking the time of the one that ends. Raises on a transition not in the table."""
         if phase not in ALLOWED[self.phase]:
             raise RuntimeError(f"sequence {self.handle} cannot go from {self.phase.value} to {phase.value}")
+        self.go_on(now)
         again = self.preemptions > 0
         if self.phase is Phase.QUEUED:
             kind = "preempted_s" if again else "queue_s"
@@ -126,6 +129,14 @@ class Sequence:
         self.times[kind] = self.times.get(kind, 0.0) + max(0.0, now - self.changed)
         self.changed = now
         self.phase = phase
+
+    def go_on(self, now: float) -> None:
+        """If it was stalled, book that time as such and not as decoding."""
+        if self.stalled_at:
+            stalled_s = max(0.0, now - self.stalled_at)
+            self.times["stalled_s"] = self.times.get("stalled_s", 0.0) + stalled_s
+            self.changed += stalled_s
+            self.stalled_at = 0.0
 
     def end_row(self, reason: FinishReason, message: str = "") -> EndRow:
         return EndRow(

@@ -352,6 +352,26 @@ def test_a_slot_and_blocks_are_reused_only_when_no_frame_in_flight_names_them():
     assert rig.at_rest()
 
 
+def test_waiting_for_a_block_is_booked_as_stalled_and_times_still_sum_to_the_whole():
+    rig = Rig(small(blocks_total=12), reservation=Optimist()).ready()
+    began = rig.now
+    for name in "abcd":
+        rig.submit(name, 8, 24)
+    ended: dict[str, float] = {}
+    for _ in range(400):
+        rig.step()
+        ended |= {name: rig.now for name in "abcd" if name not in ended and rig.end(name)}
+    stalled = 0.0
+    for name in "abcd":
+        end = rig.end(name)
+        assert end is not None
+        times = end.times
+        stalled += times.stalled_s
+        parts = (times.queue_s, times.prefill_s, times.decode_s, times.preempted_s, times.recomputed_s)
+        assert sum(parts) + times.stalled_s == pytest.approx(ended[name] - began, abs=1e-6)
+    assert stalled > 0
+
+
 def test_times_of_a_sequence_sum_to_its_life():
     rig = Rig(small(max_slots=1)).ready()
     began = rig.now
