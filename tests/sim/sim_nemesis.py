@@ -72,6 +72,7 @@ def _plan_request(mesh: Mesh, plan: Plan, rng: random.Random, number: int) -> No
     start = rng.randrange(3) * 100
     prompt = [start + i for i in range(rng.randint(1, 24))]
     max_tokens = rng.randint(1, 40)
+    hasty = rng.random() < 0.15
     spec = Open(
         request_id=f"r{number}",
         prompt=prompt,
@@ -83,7 +84,7 @@ def _plan_request(mesh: Mesh, plan: Plan, rng: random.Random, number: int) -> No
         ),
         sinks=(None,) * rng.choice((1, 1, 1, 2, 3)),
         priority=rng.choice((0, 0, 0, 1, -1)),
-        timeout_s=200.0,
+        timeout_s=rng.uniform(0.3, 3.0) if hasty else 200.0,
         queue_timeout_s=100.0,
     )
     start_s = rng.triangular(0.0, TROUBLE_S, 1.6)
