@@ -126,7 +126,9 @@ class Planner:
         limits.refuse_unsupported(body)
 
     def _sampling(self, body: Common, limit: int, seed: int | None, like: Sampling | None) -> Sampling:
-        seed = secrets.randbits(64) if seed is None else seed
+        if seed is None:
+            # Greedy choice draws nothing, so it needs no seed of its own.
+            seed = 0 if body.temperature == 0 else secrets.randbits(64)
         if like is not None:
             return msgspec.structs.replace(like, max_tokens=limit, seed=seed)
         return limits.sampling(body, self._card, limit, seed)
