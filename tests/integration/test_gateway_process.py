@@ -140,6 +140,27 @@ async def test_a_stream_goes_on_after_the_broker_was_gone(tmp_path: Path) -> Non
         assert (await stream).text() == SENTENCE
 
 
+async def test_a_client_that_reads_late_gets_everything_in_order(tmp_path: Path) -> None:
+    limits = {"max_model_len": 1_000_000, "max_unread_bytes": 64 << 20}
+    async with gateway_process(tmp_path, **limits) as process:
+        await process.until_ready()
+        ids = list(range(5, 205))
+        process.backend.script = lambda _: Script(ids=ids, per_frame=2000)
+        wanted = {"prompt": "hi", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
+        body = json.dumps(wanted).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", process.port, limit=4096)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(30):
+            while not any(s.request_id.startswith("cmpl") for s in process.backend.submits):
+                await asyncio.sleep(0.01)
+            while process.backend.running:
+                await asyncio.sleep(0.01)
+        stream = await read_reply(reader)
+        whole = await process.request("POST", "/v1/completions", {**wanted, "stream": False})
+        assert stream.text() == whole.json["choices"][0]["text"]
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
