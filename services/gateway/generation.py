@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from services.gateway.choice import Choice, CollectingWriter, FastChoice, StreamWriter, TextChoice
 from services.gateway.errors import ApiError
 from services.gateway.formats import (
@@ -23,9 +25,11 @@ from services.gateway.outlet import PING, Outlet
 from services.gateway.plan import Plan, Prompt
 from services.gateway.tokenizer import ModelCard
 from shared.client import MeshClient, Open, OpenRequest, OpenSeq
-from shared.wire import Answer, EndRow, SeqTimes
+from shared.wire import Answer, EndRow, Sampling, SeqTimes
 
 _JSON = [(b"content-type", b"application/json")]
+SHORTEST_DEFAULT = 16
+"""An output whose length the client left open is not shortened below this."""
 _SUMMED = tuple(SeqTimes.__struct_fields__)
 
 
@@ -73,6 +77,8 @@ class Generation:
             for choice in range(plan.n)
         ]
         self._left = len(self._choices)
+        self._mesh_ids = [f"{self.id}-{number}" for number in range(len(plan.prompts))]
+        """Of each prompt's request in the mesh."""
         self._cached = [0] * len(plan.prompts)
         self._prompt_tokens = sum(len(prompt.ids) for prompt in plan.prompts)
         self.over = False
@@ -81,21 +87,25 @@ class Generation:
 
     def begin(self) -> None:
         plan = self._plan
-        timeout_s, queue_timeout_s = self._timeouts
         self._metrics.began(self._prompt_tokens)
         for number, prompt in enumerate(plan.prompts):
-            self._client.open(
-                Open(
-                    request_id=self._mesh_id(number),
-                    prompt=prompt.ids,
-                    sampling=prompt.sampling,
-                    sinks=self._choices[number * plan.n : (number + 1) * plan.n],
-                    priority=plan.priority,
-                    timeout_s=timeout_s,
-                    queue_timeout_s=queue_timeout_s,
-                    salt=plan.salt,
-                )
+            self._open(number, prompt.sampling)
+
+    def _open(self, number: int, sampling: Sampling) -> None:
+        plan = self._plan
+        timeout_s, queue_timeout_s = self._timeouts
+        self._client.open(
+            Open(
+                request_id=self._mesh_ids[number],
+                prompt=plan.prompts[number].ids,
+                sampling=sampling,
+                sinks=self._choices[number * plan.n : (number + 1) * plan.n],
+                priority=plan.priority,
+                timeout_s=timeout_s,
+                queue_timeout_s=queue_timeout_s,
+                salt=plan.salt,
             )
+        )
 
     def abandon(self) -> None:
         """The client is gone: nothing more is wanted."""
@@ -143,7 +153,7 @@ class Generation:
 
     def stopped_here(self, choice: Choice, seq: OpenSeq) -> None:
         number, position = divmod(choice.index, self._plan.n)
-        self._client.cancel(self._mesh_id(number), (position,))
+        self._client.cancel(self._mesh_ids[number], (position,))
         self._finish(choice, seq, Finished(choice.index, "stop"))
 
     def choice_ended(self, choice: Choice, seq: OpenSeq, end: EndRow) -> None:
@@ -166,6 +176,17 @@ class Generation:
         self._finish(choice, seq, finished)
 
     def refused(self, request: OpenRequest, answer: Answer) -> None:
+        shorter = request.spec.sampling.max_tokens // 2
+        if (
+            answer.code == "too_long"
+            and self._plan.open_ended
+            and shorter >= SHORTEST_DEFAULT
+            and not self.over
+        ):
+            number = self._mesh_ids.index(request.id)
+            self._mesh_ids[number] = f"{self.id}-{number}-{shorter}"
+            self._open(number, msgspec.structs.replace(request.spec.sampling, max_tokens=shorter))
+            return
         self.fail(_refusal(answer))
 
     def _finish(self, choice: Choice, seq: OpenSeq, end: Finished) -> None:
@@ -195,11 +216,8 @@ class Generation:
         self._metrics.ended(outcome, self._client.now() - self._received_at)
 
     def _cancel_all(self) -> None:
-        for number in range(len(self._plan.prompts)):
-            self._client.cancel(self._mesh_id(number))
-
-    def _mesh_id(self, number: int) -> str:
-        return f"{self.id}-{number}" if number else self.id
+        for mesh_id in self._mesh_ids:
+            self._client.cancel(mesh_id)
 
     # Making choices
 

@@ -125,6 +125,11 @@ def output_limit(body: Common, prompt_tokens: int, card: ModelCard) -> int:
     return wanted
 
 
+def is_open_ended(body: Common) -> bool:
+    """Whether the output may go on to the end of the context."""
+    return isinstance(body, ChatRequest) and body.max_tokens is None and body.max_completion_tokens is None
+
+
 def choices(body: Common) -> int:
     n = integer("n", body.n, 1, MAX_N, 1)
     if body.best_of is not None and body.best_of != n:

@@ -36,6 +36,8 @@ class Plan(msgspec.Struct, frozen=True):
     stream: StreamWishes
     priority: int
     salt: str
+    open_ended: bool
+    """The client left the length to us, so it may be shortened to what the instances can hold."""
 
     @property
     def is_fast(self) -> bool:
@@ -153,6 +155,7 @@ class Planner:
             priority=priority,
             # A tenant cannot name another's salt: its own name always stands before.
             salt=f"{tenant}\0{salt}" if tenant or salt else "",
+            open_ended=limits.is_open_ended(body),
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from shared.wire import Answer, Submit
 from tests.support.fake_backend import Script
 from tests.support.gateway_harness import MODEL, Harness, gateway_on
 
@@ -406,3 +407,20 @@ async def test_lm_eval_finds_what_its_remote_tokenizer_needs(tiny_mesh: Harness)
     info = (await tiny_mesh.get("/tokenizer_info")).json
     assert info["eos_token"] == "<|im_end|>"
     assert "<|im_start|>" in info["chat_template"]
+
+
+async def test_an_open_ended_answer_is_shortened_to_what_the_instances_can_hold(tiny_mesh: Harness) -> None:
+    def script(submit: Submit) -> Script:
+        if len(submit.prompt) + submit.sampling.max_tokens > 200:
+            return Script(refuse=Answer("", "too_long", "KV memory holds 200 tokens"))
+        return Script(ids=(5, 6, 7))
+
+    tiny_mesh.script(script)
+    reply = await tiny_mesh.chat(n=2)
+    assert reply.status == 200
+    assert [c["finish_reason"] for c in reply.json["choices"]] == ["length", "length"]
+    assert len(tiny_mesh.submits[-1].prompt) + tiny_mesh.submits[-1].sampling.max_tokens <= 200
+    # Whoever asks for a length gets it or an error.
+    asked = await tiny_mesh.chat(max_tokens=200)
+    assert asked.error["code"] == "context_length_exceeded"
+    await tiny_mesh.until(lambda: tiny_mesh.gateway.open_requests == 0)
