@@ -8,6 +8,8 @@ from typing import Protocol
 
 
 class Reservation(Protocol):
+    """How admission guesses lengths, and what it learns from."""
+
     def output_tokens(self, max_tokens: int, written: int) -> int:
         """Tokens of output, those already `written` included, that blocks are set aside for."""
 

@@ -34,6 +34,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
+        """Blocks nobody holds, cached ones included."""
         return len(self._plain) + len(self._cached)
 
     @property

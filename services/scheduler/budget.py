@@ -20,6 +20,7 @@ class Cost:
     per_token_s: float
 
     def step_s(self, decodes: int, prefill_tokens: int) -> float:
+        """Seconds of a step with that in it."""
         return self.fixed_s + self.per_decode_s * decodes + self.per_token_s * prefill_tokens
 
 

@@ -39,9 +39,11 @@ class Client:
 
     @property
     def kept(self) -> int:
+        """Frames not acknowledged."""
         return len(self._kept)
 
     def answer(self, answer: Answer) -> None:
+        """Say it in the next frame."""
         self.answers.append(answer)
 
     def collect(self, epoch: int, owner: str, now: float) -> Tokens | None:
@@ -77,6 +79,7 @@ class Client:
                 kept.popleft()
 
     def overdue(self, now: float, after_s: float) -> bool:
+        """Whether the first kept frame has waited longer than `after_s`."""
         return bool(self._kept) and now - self._waiting_since > after_s
 
     def again(self, now: float, limit: int) -> list[Tokens]:

@@ -99,6 +99,7 @@ class Core:
 
     @property
     def leads(self) -> bool:
+        """Whether this process leads."""
         return self.leadership.rule is Rule.LEADER
 
     @property

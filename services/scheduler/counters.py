@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 @dataclass
 class Counters:
+    """Since the process began."""
+
     steps: int = 0
     tokens: int = 0
     busy_us: int = 0

@@ -39,6 +39,8 @@ class DeskRules:
 
 
 class Desk:
+    """Clients, their requests, and the queue. One per process; `clear` begins anew."""
+
     def __init__(self, rules: DeskRules, reservation: Reservation, counters: Counters) -> None:
         self.rules = rules
         self.queue = WaitQueue(rules.aging_s)
@@ -76,6 +78,7 @@ class Desk:
     # Submits
 
     def submit(self, submit: Submit, infos: list[InstanceInfo], now: float) -> None:
+        """Queue it, or refuse it; answer either way. A repetition gets its former answer."""
         client = self._client(submit.client, now)
         known = client.requests.get(submit.request_id)
         if known is not None:
@@ -168,6 +171,7 @@ class Desk:
         return request.sequences[0]
 
     def hint(self, hint: Hint) -> None:
+        """What the shared index says of a request that still waits."""
         if (sequence := self.waiting(hint.client, hint.request_id)) is not None:
             sequence.request.hints = hint.blocks
 
@@ -190,6 +194,7 @@ class Desk:
     # Cancels and acknowledgements
 
     def cancel(self, cancel: Cancel, now: float) -> None:
+        """End what the client names; nothing else of it reaches an instance."""
         client = self._client(cancel.client, now)
         request = client.requests.get(cancel.request_id)
         if request is None:
@@ -202,6 +207,7 @@ class Desk:
                 self.end(sequence, "cancelled", "", now)
 
     def ack(self, ack: Ack, now: float) -> list[Effect]:
+        """Forget frames that have arrived; send others again where the client asks for it."""
         client = self.clients.get(ack.client)
         if (ack.epoch, ack.owner) != (self.epoch, self.owner):
             # It has not heard of us yet (the beacon will tell it), or belongs to another model's leader.
@@ -258,6 +264,7 @@ class Desk:
         self.requeue(sequence, self._now)
 
     def requeue(self, sequence: Sequence, now: float) -> None:
+        """Off its instance for whatever reason: waits at its old place, as a new attempt."""
         request = sequence.request
         if request.warming is sequence:
             request.warming = None
@@ -271,6 +278,7 @@ class Desk:
     # Time
 
     def tick(self, now: float) -> list[Effect]:
+        """Deadlines, leases, repetitions."""
         effects: list[Effect] = []
         self._now = now
         self._expire(now)
@@ -324,6 +332,7 @@ class Desk:
                 del client.answered[request_id]
 
     def forgive(self, now: float) -> None:
+        """We were deaf: no client's lease ran meanwhile."""
         for client in self.clients.values():
             client.heard_at = now
 
@@ -338,6 +347,7 @@ class Desk:
         return effects
 
     def last_frames(self) -> dict[str, int]:
+        """For the beacon: each client's last frame."""
         return {client.id: client.seq for client in self.clients.values() if not client.lapsed and client.seq}
 
     def _client(self, name: str, now: float) -> Client:
@@ -348,6 +358,7 @@ class Desk:
         return client
 
     def check(self) -> None:
+        """Raises AssertionError where the books contradict each other."""
         waiting = list(self.queue)
         assert all(seq.phase is not Phase.DONE for seq in self._open.values()), "an ended one is kept"
         assert all(seq.phase is Phase.QUEUED for seq in waiting), "a sequence waits that is not queued"

@@ -64,40 +64,54 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class SendStep:
+    """A frame for the instance it names."""
+
     step: Step
 
 
 @dataclass(frozen=True, slots=True)
 class SendTokens:
+    """A frame for one client."""
+
     client: str
     tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SendBeacon:
+    """To all."""
+
     beacon: Beacon
 
 
 @dataclass(frozen=True, slots=True)
 class AskClaim:
+    """Request to an instance; feed its `ClaimAnswer`. No answer: the core asks again."""
+
     instance: str
     claim: Claim
 
 
 @dataclass(frozen=True, slots=True)
 class AskInventory:
+    """A further page of hashed blocks; answered like a claim."""
+
     instance: str
     inventory: Inventory
 
 
 @dataclass(frozen=True, slots=True)
 class WriteLease:
+    """Take or renew the lease in Redis, and keep renewing it."""
+
     epoch: int
     owner: str
 
 
 @dataclass(frozen=True, slots=True)
 class DropLease:
+    """Give the lease up."""
+
     epoch: int
     owner: str
 

@@ -50,6 +50,8 @@ CANARY = "canary-of-the-scheduler"
 
 
 class Fleet:
+    """Every instance heard of, whatever its state."""
+
     def __init__(self, rules: FleetRules, counters: Counters, desk: Desk, rng: random.Random) -> None:
         self.rules = rules
         self.instances: dict[str, Instance] = {}
@@ -65,9 +67,11 @@ class Fleet:
         self._canaries: dict[Sequence, Instance] = {}
 
     def infos(self) -> list[InstanceInfo]:
+        """Of those that serve or soon may."""
         return [i.info for i in self.instances.values() if i.state not in (State.LOST, State.UNKNOWN)]
 
     def last_frames(self) -> dict[str, tuple[int, int]]:
+        """For the beacon: (incarnation, last frame sent) of each instance we hold."""
         return {i.id: (i.incarnation, i.next_seq - 1) for i in self.instances.values() if i.planned}
 
     def clear(self) -> None:
@@ -96,6 +100,7 @@ class Fleet:
         return [effect for i in self.instances.values() for effect in self._claim(i, now)]
 
     def unanswered(self) -> bool:
+        """Whether some claim still waits for its answer."""
         return any(i.state is State.CLAIMING for i in self.instances.values())
 
     def _claim(self, instance: Instance, now: float) -> list[Effect]:
@@ -241,6 +246,7 @@ class Fleet:
     # Signs of life
 
     def beat(self, beat: Beat, claiming: bool, now: float) -> list[Effect]:
+        """A sign of life. `claiming`: whether we lead or are about to, and so may claim it."""
         info = beat.info
         instance = self.instances.get(info.instance)
         if instance is None:
@@ -287,6 +293,7 @@ class Fleet:
         return effects
 
     def resync(self, resync: Resync, now: float) -> list[Effect]:
+        """A gap: everything after the last frame it had, again."""
         instance = self.instances.get(resync.instance)
         if instance is None or not instance.planned:
             return []
@@ -302,6 +309,7 @@ class Fleet:
         return []
 
     def goodbye(self, goodbye: Goodbye, now: float) -> list[Effect]:
+        """It ends on purpose: its sequences go elsewhere at once."""
         instance = self.instances.get(goodbye.instance)
         if instance is None or goodbye.incarnation < instance.incarnation:
             return []
@@ -341,6 +349,7 @@ class Fleet:
     # Time
 
     def tick(self, now: float) -> list[Effect]:
+        """Silence, hung instances, unanswered claims."""
         effects: list[Effect] = []
         if self._canaries:
             effects += self._watch_canaries(now)
@@ -360,11 +369,13 @@ class Fleet:
         return effects
 
     def forgive(self, now: float) -> None:
+        """We were deaf: no instance was silent meanwhile."""
         for instance in self.instances.values():
             instance.heard_at = max(instance.heard_at, now)
             instance.progress_at = now
 
     def check(self) -> None:
+        """Raises AssertionError where an instance's books contradict each other."""
         for instance in self.instances.values():
             if instance.planned:
                 instance.check()

@@ -14,6 +14,8 @@ from shared.wire import Claimed, Done, InstanceInfo, Step, Stored
 
 
 class State(Enum):
+    """docs/protocol.md §3."""
+
     UNKNOWN = "unknown"
     CLAIMING = "claiming"
     CANARY = "canary"
@@ -64,6 +66,8 @@ class Resting:
 
 @dataclass(eq=False)
 class Instance:
+    """Everything known of one instance. A session begins with `begin_session`."""
+
     id: str
     info: InstanceInfo
     heard_at: float

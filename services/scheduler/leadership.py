@@ -8,6 +8,8 @@ MAX_EPOCH = 2**53
 
 
 class Rule(Enum):
+    """docs/protocol.md §2."""
+
     FOLLOWER = "follower"
     CLAIMING = "claiming"
     LEADER = "leader"
@@ -59,6 +61,7 @@ class Leadership:
         return self.rule is not Rule.FOLLOWER and self.fences_us(epoch, owner)
 
     def fences_us(self, epoch: int, owner: str) -> bool:
+        """G3: whether that leadership ends ours."""
         return bool(owner) and owner != self.owner and outranks(epoch, owner, self.epoch, self.owner)
 
     def heard_beacon(self, epoch: int, owner: str, now: float) -> bool:
@@ -93,15 +96,18 @@ class Leadership:
         return 1 + max(self.top_epoch, self.epoch)
 
     def claim(self, now: float) -> None:
+        """Begin a claim under a fresh epoch."""
         self.epoch = self.next_epoch()
         self.rule = Rule.CLAIMING
         self.claiming_since = now
         self.heard(self.epoch, self.owner)
 
     def lead(self) -> None:
+        """The claim went through."""
         self.rule = Rule.LEADER
 
     def follow(self, now: float) -> None:
+        """Ours is over; listen for a beacon's time to live before the next claim."""
         self.rule = Rule.FOLLOWER
         self._quiet_since = now
 

@@ -4,6 +4,8 @@ from typing import Protocol
 
 
 class BatchPolicy(Protocol):
+    """Asked at each step."""
+
     @property
     def joins_together(self) -> bool:
         """Whether newcomers are admitted also when the step's budget for prompts is used up."""

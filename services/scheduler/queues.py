@@ -31,6 +31,7 @@ class WaitQueue:
         return request.priority * self._aging_s + request.queue_deadline, sequence.order
 
     def push(self, sequence: Sequence) -> None:
+        """At its place; a preempted sequence finds its old one."""
         insort(self._rows, (*self._key(sequence), sequence))
 
     def remove(self, sequence: Sequence) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
+    """docs/protocol.md §5."""
+
     QUEUED = "queued"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -61,6 +63,7 @@ class Request:
 
     @property
     def open(self) -> bool:
+        """Whether any of its sequences has not ended."""
         return any(sequence.phase is not Phase.DONE for sequence in self.sequences)
 
 
@@ -139,6 +142,7 @@ class Sequence:
             self.stalled_at = 0.0
 
     def end_row(self, reason: FinishReason, message: str = "") -> EndRow:
+        """Its terminal row, with what it had and where its time went."""
         return EndRow(
             handle=self.handle,
             attempt=self.attempt,

@@ -30,6 +30,7 @@ class SchedulerSettings(ServiceSettings):
 
 
 def make_rules(settings: SchedulerSettings) -> Rules:
+    """The core's numbers."""
     return Rules(
         model=settings.model,
         budget=BudgetRules(
@@ -41,8 +42,10 @@ def make_rules(settings: SchedulerSettings) -> Rules:
 
 
 def make_policy(settings: SchedulerSettings) -> BatchPolicy:
+    """By name."""
     return StaticBatchPolicy() if settings.policy == "static" else ContinuousPolicy()
 
 
 def make_reservation(settings: SchedulerSettings) -> Reservation:
+    """By name."""
     return ReserveMax() if settings.reservation == "max" else ExpectedOutput()
