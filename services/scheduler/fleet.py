@@ -357,7 +357,7 @@ class Fleet:
             silent = now - instance.heard_at > self.rules.instance_ttl_s
             if silent and instance.state is not State.LOST:
                 effects += self.lose(instance, "it was silent", now)
-            elif instance.in_flight and now - instance.progress_at > self.rules.stall_s and instance.planned:
+            elif self._hangs(instance, now):
                 effects += self.lose(instance, "it brought no result", now)
                 instance.claim_after = now + self.rules.pause_s
             elif instance.state is State.CLAIMING and now - instance.claim_sent_at > self.rules.claim_retry_s:
@@ -367,6 +367,11 @@ class Fleet:
             if now - instance.heard_at > 60.0 and instance.state is State.LOST:
                 del self.instances[instance.id]
         return effects
+
+    def _hangs(self, instance: Instance, now: float) -> bool:
+        """It beats but brings no result. A canary, which may warm up a device, has its own deadline."""
+        waits = instance.in_flight and instance.state in (State.READY, State.DRAINING)
+        return bool(waits) and now - instance.progress_at > self.rules.stall_s
 
     def forgive(self, now: float) -> None:
         """We were deaf: no instance was silent meanwhile."""

@@ -2,12 +2,15 @@
 
 import random
 
+import msgspec
 import pytest
 from sched_rig import FakeInstance, Rig
 
 from services.scheduler.core import Rules
 from services.scheduler.events import (
     AskClaim,
+    AskInventory,
+    ClaimAnswer,
     Connected,
     DropLease,
     Follow,
@@ -21,7 +24,7 @@ from services.scheduler.fleet import FleetRules
 from services.scheduler.instances import State
 from services.scheduler.leadership import MAX_EPOCH, Leadership, LeadershipTimes, outranks
 from services.scheduler.placement import Candidate, choose
-from shared.wire import Ack, Beacon, Beat, Done, Goodbye, Refused, Resync, Stopped
+from shared.wire import Ack, Beacon, Beat, Claimed, Done, Goodbye, Refused, Resync, Stopped
 
 
 def replaced(info: object, **fields: object) -> object:
@@ -195,6 +198,54 @@ def test_somebody_else_s_refused_frame_does_not_cost_us_the_instance():
     rig = Rig().ready()
     rig.handle(Refused(instance="w0", epoch=1, owner="me"))
     assert states(rig) == {"w0": State.READY}
+
+
+def test_a_new_leader_finds_the_blocks_of_the_old_one():
+    instance = FakeInstance("w0")
+    prompt = list(range(18))
+    old = Rig(instance).ready()
+    old.submit("a", prompt, 3)
+    old.run()
+    new = Rig(instance).ready()
+    new.submit("b", prompt, 3)
+    new.run()
+    end = new.end("b")
+    assert end is not None
+    assert end.cached_tokens == 16
+
+
+def test_an_inventory_of_several_pages_is_taken_whole_before_the_instance_serves():
+    instance = FakeInstance("w0")
+    prompt = list(range(18))
+    old = Rig(instance).ready()
+    old.submit("a", prompt, 3)
+    old.run()
+    new = Rig(instance)
+    asked: list[int] = []
+    claimed = instance.claimed
+
+    def first_page(ask: AskClaim) -> Claimed:
+        answer = claimed(ask)
+        return msgspec.structs.replace(answer, blocks=answer.blocks[:1], next_offset=1)
+
+    instance.claimed = first_page  # type: ignore[method-assign]
+    new.pass_time(2.0)
+    for effect in list(new.effects):
+        if isinstance(effect, AskInventory):
+            asked.append(effect.inventory.offset)
+            assert states(new) == {"w0": State.CLAIMING}
+            rest, _ = instance.compute.page(effect.inventory.offset)
+            last = Claimed(ok=True, epoch=1, owner="me", incarnation=instance.incarnation,
+                           info=instance.info, blocks=rest)  # fmt: skip
+            new.handle(ClaimAnswer("w0", last))
+    assert asked
+    assert asked[0] == 1
+    new.ready()
+    new.submit("b", prompt, 3)
+    new.run()
+    end = new.end("b")
+    assert end is not None
+    assert end.cached_tokens == 16
 
 
 # Leadership
