@@ -25,7 +25,7 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     n=st.integers(1, 200),
     k=st.integers(1, 700),
@@ -71,7 +71,7 @@ def test_interleaving_puts_panels_of_gate_and_up_in_turn(n, k):
     assert len(both) == 2 * round_up(n)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(1, 5),
     size=st.integers(1, 70),
@@ -116,6 +116,7 @@ def test_without_a_compiler_the_model_is_computed_by_torch_and_the_log_says_why(
         TorchExecutor(tmp_path / "model", EngineOptions(kernels="native", kv_bytes=8 << 20))
 
 
+@pytest.mark.slow
 def test_two_processes_may_compile_at_once(tmp_path):
     code = "from services.worker.engine.native import build; build.load(); print('loaded')"
     env = os.environ | {"HORTATOR_CACHE": str(tmp_path)}

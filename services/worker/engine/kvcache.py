@@ -1,10 +1,12 @@
 """Paged KV memory of one rank: blocks of consecutive tokens, all layers of a block contiguous (design §6)."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from services.worker.engine.config import ModelConfig
+from services.worker.engine.memory import Arena
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _DTYPE_BYTES = {"float32": 4, "float16": 2}
@@ -44,11 +46,13 @@ class KvCache:
     def __init__(self, config: ModelConfig, plan: KvPlan, kv_dtype: str, device: torch.device) -> None:
         self.block_tokens = plan.block_tokens
         self.blocks = plan.blocks
-        self.data = torch.zeros(
-            (plan.blocks, config.layers, 2, config.kv_heads, plan.block_tokens, config.head_dim),
-            dtype=DTYPES[kv_dtype],
-            device=device,
-        )
+        shape = (plan.blocks, config.layers, 2, config.kv_heads, plan.block_tokens, config.head_dim)
+        dtype = DTYPES[kv_dtype]
+        if device.type == "cpu":
+            count = math.prod(shape)
+            self.data = Arena(count * dtype.itemsize).take(count, dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
         # [block × layer × 2 × kv_head, token × head_dim]: the view that gathers whole heads.
         self.rows = self.data.view(-1, plan.block_tokens * config.head_dim)
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.kvcache import KvCache
+from services.worker.engine.memory import Arena, room
 from services.worker.engine.native import abi, build
 from services.worker.engine.rope import rope_tables
 from services.worker.engine.weights import LayerWeights, ModelFolder
@@ -31,9 +32,12 @@ class Kernels:
         self.close = weakref.finalize(self, self.library.hortator_dismiss, self.team)
         """Ends the team's threads; nothing may be computed afterwards."""
 
-    def pack(self, weight: torch.Tensor, half: bool, bias: torch.Tensor | None = None) -> "PackedMatrix":
-        """`weight` [n, k] float32, `bias` [n] or None, in the layout the kernels read."""
-        return PackedMatrix(self, weight, half, bias)
+    def pack(
+        self, weight: torch.Tensor, half: bool, bias: torch.Tensor | None = None, arena: Arena | None = None
+    ) -> "PackedMatrix":
+        """`weight` [n, k] float32 and `bias` [n] in the kernels' layout, inside `arena` if given."""
+        n, k = weight.shape
+        return PackedMatrix(self, weight, half, bias, arena or Arena(packed_bytes(n, k, half)))
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """(all finite, index of the first maximum) of each row of `values`."""
@@ -49,14 +53,14 @@ class PackedMatrix:
     """Owns the memory an `abi.Matrix` points to."""
 
     def __init__(
-        self, kernels: Kernels, weight: torch.Tensor, half: bool, bias: torch.Tensor | None = None
+        self, kernels: Kernels, weight: torch.Tensor, half: bool, bias: torch.Tensor | None, arena: Arena
     ) -> None:
         n, k = weight.shape
         padded = round_up(n)
         weight = weight.contiguous()
         self.half = half
         self._kernels = kernels
-        self._panels = torch.empty(padded * k, dtype=torch.float16 if half else torch.float32)
+        self._panels = arena.take(padded * k, torch.float16 if half else torch.float32)
         self._bias = None if bias is None else torch.nn.functional.pad(bias, (0, padded - n)).contiguous()
         to = int(half), self._panels.data_ptr()
         kernels.library.hortator_pack(kernels.team, weight.data_ptr(), n, k, *to)
@@ -75,6 +79,11 @@ class PackedMatrix:
             self._kernels.team, self.abi, int(self.half), m, x.data_ptr(), *to
         )
         return out
+
+
+def packed_bytes(n: int, k: int, half: bool) -> int:
+    """Memory that weights [n, k] take when packed."""
+    return round_up(n) * k * (2 if half else 4)
 
 
 def round_up(n: int) -> int:
@@ -99,6 +108,7 @@ class NativeDecoder:
         c = self.config = folder.config
         self._kernels, self._half, self._kv = kernels, half, kv
         self._keep: list[object] = []
+        self._arena = Arena(weight_bytes(c, half))
         layers = (abi.Layer * c.layers)(*(self._layer(w) for w in folder.layers()))
         embed = self._matrix(folder.tensor("model.embed_tokens.weight"))
         head = embed if c.tied else self._matrix(folder.tensor("lm_head.weight"))
@@ -173,7 +183,7 @@ class NativeDecoder:
         )
 
     def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> abi.Matrix:
-        packed = self._kernels.pack(weight, self._half, bias)
+        packed = self._kernels.pack(weight, self._half, bias, self._arena)
         self._keep.append(packed)
         return packed.abi
 
@@ -190,6 +200,18 @@ class NativeDecoder:
         widths = (c.hidden, c.hidden, c.q_size + 2 * c.kv_size, c.q_size, round_up(c.intermediate))
         self._memory = [torch.empty(self._room, width) for width in widths]
         self._buffers = abi.Buffers(*(m.data_ptr() for m in self._memory))
+
+
+def weight_bytes(c: ModelConfig, half: bool) -> int:
+    """Memory that all matrices of a model take when packed."""
+    layer = (
+        (c.q_size + 2 * c.kv_size, c.hidden),
+        (c.hidden, c.q_size),
+        (2 * round_up(c.intermediate), c.hidden),
+        (c.hidden, c.intermediate),
+    )
+    tables = [(c.vocab_size, c.hidden)] * (1 if c.tied else 2)
+    return room([packed_bytes(n, k, half) for n, k in (*layer * c.layers, *tables)])
 
 
 def interleave(gate_up: torch.Tensor) -> torch.Tensor:
