@@ -211,6 +211,7 @@ class _Mesh:
         body = {
             "model": self._places.model_name,
             "stream": True,
+            "temperature": 0,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
         }
         say("try it:")

@@ -41,10 +41,10 @@ def _lines(title: str, total: int) -> Advance:
     def advance(amount: int) -> None:
         nonlocal done, shown
         done += amount
-        percent = 100 * done // max(total, 1)
+        percent = min(100 * done // max(total, 1), 100)
         if percent // 20 > shown:
             shown = percent // 20
-            sys.stderr.write(f"{title}: {min(percent, 100)} % of {total / 1e6:.0f} MB\n")
+            sys.stderr.write(f"{title}: {percent} % of {total / 1e6:.0f} MB\n")
             sys.stderr.flush()
 
     return advance
