@@ -92,11 +92,12 @@ class FastChoice(Choice):
             self.owner.first_token(self)
             outlet.parts.append(self._format.opening(self.index, None))
         self.count += len(ids)
-        table, detok = self._json, self._detok
+        parts, first, second = outlet.parts, self._first, self._second
+        known, detok = self._json, self._detok
         for token in ids:
-            if detok.open or not 0 <= token < len(table) or (text := table[token]) is None:
+            if detok.open or (text := known.get(token)) is None:
                 text = orjson.dumps(detok.push(token))
-            outlet.parts += (self._first, text, self._second)
+            parts += (first, text, second)
         if not outlet.marked:
             outlet.mark()
 

@@ -73,9 +73,9 @@ class ModelCard:
         return ByteTable(byte_pieces(self.tokenizer, frozenset(self.special.ids.values())))
 
     @cached_property
-    def hidden_json(self) -> tuple[bytes | None, ...]:
-        """`hidden.texts` as JSON strings, ready for a stream; None where a piece is no whole text."""
-        return tuple(None if text is None else orjson.dumps(text) for text in self.hidden.texts)
+    def hidden_json(self) -> dict[int, bytes]:
+        """`hidden.texts` as JSON strings, ready for a stream; without ids that are no whole text."""
+        return {token: orjson.dumps(text) for token, text in enumerate(self.hidden.texts) if text is not None}
 
     @cached_property
     def longest_token(self) -> int:

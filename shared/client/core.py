@@ -179,10 +179,11 @@ class ClientCore:
             self._ended(end, out)
 
     def _rows(self, frame: Tokens, out: list[Effect]) -> None:
-        seqs = self._seqs
+        # The path of every token: look-ups are taken out of the loop.
+        find, unanswered = self._seqs.get, self._unanswered
         fresh: list[tuple[OpenSeq, list[int]]] = []
         for row in frame.rows:
-            seq = seqs.get(row.handle)
+            seq = find(row.handle)
             if seq is None:
                 continue
             if row.attempt != seq.attempt:
@@ -201,7 +202,7 @@ class ClientCore:
                 ids = ids[repeated:]
                 if not ids:
                     continue
-            if not seq.request.answered:
+            if unanswered and not seq.request.answered:
                 self._answered(seq.request, out)
             accepted += ids
             fresh.append((seq, ids))
