@@ -7,6 +7,7 @@ import secrets
 import time
 
 from services.scheduler.core import Core
+from services.scheduler.leadership import owner_name
 from services.scheduler.report import CoreMetrics, stats
 from services.scheduler.settings import SchedulerSettings, make_policy, make_reservation, make_rules
 from services.scheduler.shell import Shell
@@ -20,7 +21,7 @@ async def serve(context: ServiceContext) -> None:
     settings: SchedulerSettings = context.settings
     core = Core(
         # One life of a process: the name alone would let a restarted one pass for its former self.
-        f"{settings.instance}-{secrets.token_hex(4)}",
+        owner_name(settings.model, settings.instance, secrets.token_hex(4)),
         make_rules(settings),
         make_policy(settings),
         make_reservation(settings),

@@ -33,7 +33,7 @@ from services.scheduler.events import (
     WriteLease,
 )
 from services.scheduler.fleet import Fleet, FleetRules
-from services.scheduler.leadership import Leadership, LeadershipTimes, Rule
+from services.scheduler.leadership import Leadership, LeadershipTimes, Rule, leads_model
 from services.scheduler.planner import Planner
 from services.scheduler.policy import BatchPolicy
 from services.scheduler.seat import prefix_hashes
@@ -134,9 +134,10 @@ class Core:
     def _ack(self, event: Ack, now: float) -> None:
         if not self.leads:
             return
-        # Clients may be the only ones left that remember a leadership above ours. Others than ours speak
-        # of other models' leaders.
-        if event.client in self.desk.clients and self._outranked(event.epoch, event.owner, now):
+        # Clients may be the only ones left that remember a leadership above ours. Clients of other models
+        # speak of other leaders.
+        ours = event.client in self.desk.clients or leads_model(event.owner, self.rules.model)
+        if ours and self._outranked(event.epoch, event.owner, now):
             return
         self._effects += self.desk.ack(event, now)
 

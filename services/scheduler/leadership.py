@@ -20,6 +20,17 @@ def outranks(epoch: int, owner: str, other_epoch: int, other_owner: str) -> bool
     return epoch > other_epoch or (epoch == other_epoch and owner < other_owner)
 
 
+def owner_name(model: str, instance: str, life: str) -> str:
+    """The owner id of one life of a scheduler process. It begins with the model, so that a frame that names
+    only an owner still says whose mesh it is of."""
+    return f"{model}/{instance}-{life}"
+
+
+def leads_model(owner: str, model: str) -> bool:
+    """Whether that owner is a scheduler of this model."""
+    return owner.startswith(f"{model}/")
+
+
 @dataclass(frozen=True)
 class LeadershipTimes:
     """Seconds."""

@@ -8,6 +8,7 @@ from sim_nodes import ClientNode, SchedulerNode, WorkerNode, reference
 from sim_world import Node, Redis, World
 
 from services.scheduler.admission import ExpectedOutput, Reservation
+from services.scheduler.leadership import owner_name
 from shared.client.effects import Open
 from shared.wire import Ack, Cancel, EndRow, Sampling, Submit
 
@@ -164,7 +165,7 @@ class Mesh:
     def start_scheduler(self) -> SchedulerNode:
         self._lives += 1
         # Owners in no particular order, as random suffixes are.
-        name = f"s{self.world.rng.randrange(1000):03}-{self._lives}"
+        name = owner_name(self.model, f"s{self.world.rng.randrange(1000):03}", str(self._lives))
         node = self.schedulers[name] = SchedulerNode(self, name)
         return node
 

@@ -264,6 +264,7 @@ def test_ranks_are_by_epoch_and_then_by_the_smaller_owner():
         Beacon(model="m", epoch=5, owner="other"),
         Refused(instance="w0", epoch=5, owner="other"),
         Ack(client="c", epoch=5, owner="other", seq=0),
+        Ack(client="never-submitted-here", epoch=5, owner="m/other", seq=7),
         LeaseSeen(known=True, epoch=5, owner="other", ttl_s=2.0),
     ],
 )
