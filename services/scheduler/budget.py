@@ -121,7 +121,7 @@ class BudgetRules:
             share_s = used_s * self.prompt_share / (1.0 - self.prompt_share)
             left_s = min(left_s, max(self.itl_target_s - used_s, share_s))
         tokens = max(int(left_s / cost.per_token_s), self.floor_tokens)
-        return max(0, min(tokens, max_step_tokens - decodes))
+        return min(tokens, max(1, max_step_tokens - decodes))
 
     def depth(self, step_s: float) -> int:
         """Frames to keep in flight so that the turnaround stays off the critical path."""

@@ -77,6 +77,10 @@ def test_the_instance_s_own_limit_counts_decodes_too():
     assert BudgetRules().prefill_tokens(Cost(1e-5, 1e-6, 1e-6), 100, 512) == 412
 
 
+def test_prompts_get_on_even_where_decodes_alone_reach_the_instance_s_limit():
+    assert BudgetRules().prefill_tokens(Cost(1e-5, 1e-6, 1e-6), 32, 16) == 1
+
+
 def test_more_frames_are_in_flight_the_shorter_steps_are():
     rules = BudgetRules()
     depths = [rules.depth(step_s) for step_s in (0.5, 0.05, 0.004, 0.002, 0.001, 0.0001)]
