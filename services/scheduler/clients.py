@@ -42,6 +42,11 @@ class Client:
         """Frames not acknowledged."""
         return len(self._kept)
 
+    @property
+    def owed(self) -> bool:
+        """Whether it has something open, or frames to take. Without either it may be silent for days."""
+        return bool(self.sequences or self._kept)
+
     def answer(self, answer: Answer) -> None:
         """Say it in the next frame."""
         self.answers.append(answer)

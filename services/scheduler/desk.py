@@ -31,8 +31,8 @@ class DeskRules:
     """At most so many at a time."""
     remember_s: float = 30.0
     """How long an ended request's answer is repeated to late duplicates of its submit."""
-    tombstone_s: float = 3600.0
-    """How long a lapsed client's numbering is remembered."""
+    clients_remembered: int = 10_000
+    """Records kept, of idle and lapsed clients too, for their numbering; then the longest silent go."""
     grace_s: float = 5.0
     """After a takeover the queue may be `grace_factor` times as long: what comes had been accepted before."""
     grace_factor: int = 4
@@ -283,7 +283,7 @@ class Desk:
         self._now = now
         self._expire(now)
         for client in self.clients.values():
-            if not client.lapsed and now - client.heard_at > self.rules.client_ttl_s:
+            if client.owed and now - client.heard_at > self.rules.client_ttl_s:
                 self._lapse(client, now)
             elif client.overdue(now, self.rules.resend_s):
                 effects += self._again(client, now)
@@ -323,10 +323,11 @@ class Desk:
             # Most requests end long before their deadlines.
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._open]
             heapq.heapify(self._deadlines)
-        for client in list(self.clients.values()):
-            if client.lapsed and now - client.heard_at > self.rules.tombstone_s:
+        if len(self.clients) > self.rules.clients_remembered:
+            silent = sorted((c for c in self.clients.values() if not c.owed), key=lambda c: c.heard_at)
+            for client in silent[: len(self.clients) - self.rules.clients_remembered]:
                 del self.clients[client.id]
-                continue
+        for client in self.clients.values():
             old = [rid for rid, (_, at) in client.answered.items() if now - at > self.rules.remember_s]
             for request_id in old:
                 del client.answered[request_id]
@@ -347,8 +348,8 @@ class Desk:
         return effects
 
     def last_frames(self) -> dict[str, int]:
-        """For the beacon: each client's last frame."""
-        return {client.id: client.seq for client in self.clients.values() if not client.lapsed and client.seq}
+        """For the beacon: the last frame of each client that has not acknowledged it."""
+        return {client.id: client.seq for client in self.clients.values() if client.kept}
 
     def _client(self, name: str, now: float) -> Client:
         client = self.clients.get(name)

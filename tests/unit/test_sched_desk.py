@@ -252,12 +252,41 @@ def test_an_acknowledgement_from_somebody_unknown_asks_for_a_resubmission():
     assert (frame.seq, frame.answers[0].code) == (18, "unknown_client")
 
 
-def test_the_beacon_tells_each_client_its_last_frame():
+def test_the_beacon_tells_a_client_of_its_last_frame_until_it_has_it():
     rig = Rig().ready()
+    rig.acking = False
     rig.submit("a", 6, 4)
     rig.run()
     rig.pass_time(0.6)
-    assert rig.beacons()[-1].beacon.clients == {"c": rig.frames[-1].seq}
+    last = rig.core.desk.clients["c"].seq
+    assert rig.beacons()[-1].beacon.clients == {"c": last}
+    rig.acking = True
+    rig.pass_time(0.6)
+    assert rig.beacons()[-1].beacon.clients == {}
+
+
+def test_an_idle_client_keeps_its_place_without_a_word():
+    rig = Rig().ready()
+    rig.submit("a", 6, 4)
+    rig.run()
+    rig.pass_time(0.2)
+    last = rig.frames[-1].seq
+    rig.acking = False
+    rig.pass_time(100.0)
+    rig.submit("b", 6, 4)
+    rig.run()
+    assert rig.core.counters.clients_lapsed == 0
+    assert rig.tokens("b") == [100, 101, 102, 103]
+    assert next(f.seq for f in rig.frames if any(a.request_id == "b" for a in f.answers)) == last + 1
+
+
+def test_only_so_many_silent_clients_are_remembered():
+    rig = Rig(rules=Rules("m", desk=DeskRules(clients_remembered=5))).ready()
+    for number in range(20):
+        rig.handle(Cancel(client=f"stranger{number}", request_id="x"))
+    rig.turn()
+    rig.pass_time(6.0)
+    assert len(rig.core.desk.clients) <= 5
 
 
 def test_ended_requests_are_forgotten_long_before_their_deadlines():
