@@ -98,7 +98,8 @@ class Shell:
             for task in (*tasks, *self._tasks):
                 task.cancel()
             self._feed(Stop())
-            for effect in self._urgent:
+            # A copy: while we wait for Redis, a turn still due takes effects out.
+            for effect in tuple(self._urgent):
                 if isinstance(effect, DropLease):
                     await self._drop_lease(effect)
 
