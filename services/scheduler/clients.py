@@ -10,6 +10,9 @@ from collections import deque
 from services.scheduler.sequences import Request, Sequence
 from shared.wire import Answer, EndRow, LogprobRow, PromptLogprobRow, TokenRow, Tokens
 
+LINGER_S = 0.04
+"""An `accepted` waits this long for a frame that goes to its client anyhow; a token says the same."""
+
 
 class Client:
     """Pending rows of this turn, frames not acknowledged, open requests, and recent answers."""
@@ -33,6 +36,8 @@ class Client:
         self.prompt_logprobs: list[PromptLogprobRow] = []
         self.ends: list[EndRow] = []
         self.answers: list[Answer] = []
+        self._lingers_since = 0.0
+        """Since when answers wait that are in no hurry; 0: none does, or one is."""
         self._kept: deque[Tokens] = deque()
         self._waiting_since = now
         """Since when the first kept frame has waited for its acknowledgement."""
@@ -47,15 +52,21 @@ class Client:
         """Whether it has something open, or frames to take. Without either it may be silent for days."""
         return bool(self.sequences or self._kept)
 
-    def answer(self, answer: Answer) -> None:
-        """Say it in the next frame."""
+    def answer(self, answer: Answer, now: float = 0.0) -> None:
+        """Say it in the next frame; with `now`, in the next that says more than this, or a moment later."""
+        if not self.answers:
+            self._lingers_since = now
+        elif not now:
+            self._lingers_since = 0.0
         self.answers.append(answer)
 
     def collect(self, epoch: int, owner: str, now: float) -> Tokens | None:
         """The frame of this turn, or None if there is nothing to say or nobody listens."""
-        if not (self.rows or self.ends or self.answers or self.logprobs or self.prompt_logprobs):
-            return None
         if self.lapsed:
+            return None
+        if not (self.rows or self.ends or self.logprobs or self.prompt_logprobs) and (
+            not self.answers or (self._lingers_since and now - self._lingers_since < LINGER_S)
+        ):
             return None
         if not self._kept:
             self._waiting_since = now

@@ -93,7 +93,7 @@ class Desk:
             client.answer(refusal)
             client.answered[submit.request_id] = (refusal, now)
             return
-        client.answer(Answer(submit.request_id, "accepted"))
+        client.answer(Answer(submit.request_id, "accepted"), now)
         self._enqueue(client, submit, now)
 
     def _refusal(
@@ -222,7 +222,9 @@ class Desk:
         client.heard_at = now
         if client.lapsed:
             client.resume(ack.seq)
-            client.answers.insert(0, Answer("", "unknown_client"))
+            client.answer(Answer("", "unknown_client"))
+            # Before what it has submitted since is answered.
+            client.answers.insert(0, client.answers.pop())
             return []
         client.acknowledge(ack.seq, now)
         return self._again(client, now) if ack.resend else []

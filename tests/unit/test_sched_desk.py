@@ -25,6 +25,20 @@ def test_a_repeated_submit_gets_the_same_answer_and_runs_once():
     assert rig.tokens("a") == [100, 101, 102, 103, 104]
 
 
+def test_an_acceptance_travels_with_the_first_token_or_alone_after_a_moment():
+    rig = Rig(FakeInstance("w0", max_slots=1)).ready()
+    rig.submit("a", 6, 30)
+    assert rig.frames == []
+    rig.step()
+    assert [(len(f.answers), len(f.rows)) for f in rig.frames] == [(1, 1)]
+    rig = Rig()
+    rig.pass_time(2.0, beats=False)
+    rig.submit("a", 6, 30)
+    assert rig.frames == []
+    rig.pass_time(0.1, beats=False)
+    assert rig.answers("a") == ["accepted"]
+
+
 def test_a_full_queue_refuses_with_a_time_to_try_again():
     rig = Rig(
         FakeInstance("w0", max_slots=1), rules=Rules("m", desk=DeskRules(queue_bound=3, grace_s=0.0))
@@ -44,6 +58,7 @@ def test_a_resumed_request_is_not_turned_away_by_a_full_queue():
     rig.submit("a", 4, 50)
     rig.submit("b", 4, 50)
     rig.submit("c", 4, 50, accepted=[1, 2])
+    rig.pass_time(0.1)
     assert rig.answers("c") == ["accepted"]
 
 
@@ -163,6 +178,7 @@ def test_requests_wait_for_the_first_instance():
     rig = Rig()
     rig.pass_time(2.0, beats=False)
     rig.submit("a", 4, 3)
+    rig.pass_time(0.1, beats=False)
     assert rig.answers("a") == ["accepted"]
     rig.ready()
     rig.run()
