@@ -101,6 +101,8 @@ class ClientCore:
     def _open(self, spec: Open, now: float, out: list[Effect]) -> None:
         if spec.request_id in self.requests:
             raise ValueError(f"request {spec.request_id!r} is open already")
+        if not self.requests:
+            self._wake(now, out)
         request = OpenRequest(spec, self._handles + 1, now)
         self._handles += len(request.seqs)
         self.requests[request.id] = request
@@ -108,6 +110,16 @@ class ClientCore:
         self._unanswered[request.id] = request
         heapq.heappush(self._deadlines, (request.deadline + DEADLINE_GRACE_S, self._handles, request.id))
         self._submit(request, now, out)
+
+    def _wake(self, now: float, out: list[Effect]) -> None:
+        """The first request after a time without any: the lease may have lapsed, so renew it beforehand.
+
+        A leader that never sent us a frame has no lease of ours; it learns of us by the submit.
+        """
+        if self._next_seq == 1:
+            self._ack_at = now
+        elif now - self._ack_at >= LEASE_S:
+            self._ack(now, out)
 
     def _close(self, event: Close, now: float, out: list[Effect]) -> None:
         request = self.requests.get(event.request_id)
@@ -312,15 +324,16 @@ class ClientCore:
             return False
         first = known_epoch == 0
         self._leader = leader
-        self._start_over(1)
+        self._start_over(1, now)
         if not first:
             self.counts.takeovers += 1
             self._resubmit(now, out)
         return True
 
-    def _start_over(self, next_seq: int) -> None:
+    def _start_over(self, next_seq: int, now: float) -> None:
         self._next_seq = next_seq
         self._acked = next_seq - 1
+        self._ack_at = now
         self._ack_now = False
         self._tail = (0, 0.0)
 
@@ -353,7 +366,7 @@ class ClientCore:
         forgotten = any(answer.code == "unknown_client" for answer in frame.answers)
         if forgotten and now - self._heard_at >= QUIET_S:
             # Whatever was between is gone with the scheduler's memory of us.
-            self._start_over(frame.seq + 1)
+            self._start_over(frame.seq + 1, now)
             self._rejoin(now, out)
         elif frame.seq < self._next_seq:
             self.counts.duplicate_frames += 1
@@ -420,5 +433,6 @@ class ClientCore:
         if self._acked != self._next_seq - 1 or self._ack_now:
             if since >= ACK_S:
                 self._ack(now, out)
-        elif self.requests and since >= LEASE_S and self._next_seq > 1:
+        elif self.requests and since >= LEASE_S and self.epoch:
+            # Also to a leader that says nothing: one below it learns of its epoch by this.
             self._ack(now, out)

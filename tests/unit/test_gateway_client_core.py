@@ -130,7 +130,8 @@ def test_acknowledgements_are_cumulative_every_250_ms_then_every_second_as_the_l
     client.now = 10.0
     client.frame(answers=[Answer("r", "accepted")])
     client.frame(rows=[TokenRow(1, 1, 0, [5])])
-    assert only(client.tick(0.01), Ack).seq == 2
+    assert client.tick(0.2) == []
+    assert only(client.tick(0.05), Ack).seq == 2
     client.frame(rows=[TokenRow(1, 1, 1, [5])])
     assert client.tick(0.2) == []
     assert only(client.tick(0.1), Ack).seq == 3
@@ -322,3 +323,22 @@ def test_the_last_frame_is_acknowledged_although_nothing_is_open() -> None:
     assert client.core.is_busy
     assert only(client.tick(0.25), Ack).seq == 1
     assert not client.core.is_busy
+
+
+def test_after_a_pause_the_lease_is_renewed_before_the_next_submit() -> None:
+    client = Client(choices=1)
+    client.frame(rows=[TokenRow(1, 1, 0, [5])], ends=[EndRow(1, 1, "length", 1)])
+    client.tick(0.3)
+    client.now = 60.0
+    effects = client.do(Open(request_id="s", prompt=[1], sampling=SAMPLING))
+    assert kinds(effects) == [Ack, Submit]
+    assert only(effects, Ack).seq == 1
+
+
+def test_a_leader_that_never_answers_still_hears_of_the_clients_epoch_every_second() -> None:
+    client = Client()
+    client.beacon(7, "b")
+    assert Ack not in kinds(client.tick(0.9))
+    assert only(client.tick(0.1), Ack).epoch == 7
+    assert Ack not in kinds(client.tick(0.9))
+    assert only(client.tick(0.1), Ack).epoch == 7
