@@ -1,22 +1,25 @@
-// A fixed crew of threads that works on one pass together: shared loops, barriers, scratch memory.
+// A fixed crew of threads that works on one pass together: shared loops, scratch memory.
 //
-// Not OpenMP: its idle threads spin for milliseconds, which starves the other services of a machine with few
-// cores. Here a waiting member spins for some microseconds, then sleeps in the kernel.
+// Not OpenMP, for two reasons a machine with few cores shows: its idle threads spin for milliseconds, which
+// starves the other services; and its barriers wait for every thread, also for one that has nothing left to do
+// but was not given a core. Here a loop is over when its work is done, whoever did it: a member that comes late
+// finds the loops finished and catches up. A waiting member spins for some microseconds, then sleeps.
 #pragma once
 #include <immintrin.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <thread>
 #include <vector>
 
 namespace hortator {
 
 // Waits until `word` is no longer `old`.
-inline void wait_while(const std::atomic<uint32_t>& word, uint32_t old, std::chrono::microseconds spin) {
+template <class Word>
+inline void wait_while(const std::atomic<Word>& word, Word old, std::chrono::microseconds spin) {
     const auto stop = std::chrono::steady_clock::now() + spin;
     do {
         for (int i = 0; i < 64; i++) {
@@ -33,8 +36,8 @@ class Team {
         for (int i = 1; i < size_; i++) members_.emplace_back([this, i] { serve(i); });
     }
     ~Team() {
-        work_ = nullptr;
-        call();
+        stopping_.store(true);
+        open_run();
         for (auto& member : members_) member.join();
     }
     Team(const Team&) = delete;
@@ -42,19 +45,34 @@ class Team {
 
     int size() const { return size_; }
 
-    // Every member, the caller as number 0, runs work(member).
+    // Every member that gets a core in time, the caller as number 0, runs work(member). All members must call
+    // the same loops in the same order; nothing outside of loops may have effects, except for number 0.
     void run(const std::function<void(int)>& work) {
         work_ = &work;
-        call();
+        base_ = finished_.load(std::memory_order_relaxed);
+        open_run();
+        at_loop() = base_;
         work(0);
-        barrier();
+        // No member may enter any more, and those inside must leave before `work` goes away.
+        run_.fetch_or(kClosed, std::memory_order_acq_rel);
+        for (uint64_t run; (run = run_.load(std::memory_order_acquire)) & kInside;) wait_while(run_, run, kBusySpin);
     }
 
-    // From inside run(), by all members: body(i) once for every i below count, then a barrier.
+    // From inside run(): body(i) once for every i below count, by whoever comes first; returns when all are done.
     template <class Body>
     void each(int64_t count, Body body) {
-        for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
-        barrier();
+        if (count <= 0) return;
+        const uint32_t loop = ++at_loop();
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        while (ticket >> 32 == loop && int64_t(ticket & 0xFFFFFFFF) < count) {
+            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+            body(int64_t(ticket & 0xFFFFFFFF));
+            if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) finish(loop);
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+        for (uint32_t f; int32_t((f = finished_.load(std::memory_order_acquire)) - loop) < 0;) {
+            wait_while(finished_, f, kBusySpin);
+        }
     }
 
     // The same in stretches of `grain`: for bodies too small to be handed out one by one.
@@ -75,30 +93,49 @@ class Team {
     }
 
   private:
-    void call() {
-        called_.fetch_add(1, std::memory_order_release);
+    // run_: number of the run << 32 | closed to members | members inside it, other than the caller.
+    static constexpr uint64_t kClosed = uint64_t(1) << 31, kInside = kClosed - 1;
+
+    // Number of the loop this thread is at; a thread is in one run at a time.
+    static uint32_t& at_loop() {
+        static thread_local uint32_t loop = 0;
+        return loop;
+    }
+
+    void open_run() {
+        const uint64_t number = (run_.load(std::memory_order_relaxed) >> 32) + 1;
+        run_.store(number << 32, std::memory_order_release);
+        called_.store(uint32_t(number), std::memory_order_release);
         called_.notify_all();
     }
 
     void serve(int member) {
-        for (uint32_t seen = 0;; seen++) {
+        for (uint32_t seen = 0;;) {
             wait_while(called_, seen, kIdleSpin);
-            if (!work_) return;
+            seen = called_.load(std::memory_order_acquire);
+            if (stopping_.load()) return;
+            if (!enter(seen)) continue;
+            at_loop() = base_;
             (*work_)(member);
-            barrier();
+            run_.fetch_sub(1, std::memory_order_acq_rel);
+            run_.notify_all();
         }
     }
 
-    void barrier() {
-        const uint32_t round = round_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-            arrived_.store(0, std::memory_order_relaxed);
-            next_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
-            round_.notify_all();
-        } else {
-            wait_while(round_, round, kBusySpin);
-        }
+    bool enter(uint32_t number) {
+        uint64_t run = run_.load(std::memory_order_acquire);
+        do {
+            if (run >> 32 != number || run & kClosed) return false;
+        } while (!run_.compare_exchange_weak(run, run + 1, std::memory_order_acq_rel));
+        return true;
+    }
+
+    // By whoever did the last of the loop's work; the ticket of the next one opens it.
+    void finish(uint32_t loop) {
+        done_.store(0, std::memory_order_relaxed);
+        ticket_.store(uint64_t(loop + 1) << 32, std::memory_order_release);
+        finished_.store(loop, std::memory_order_release);
+        finished_.notify_all();
     }
 
     // Between passes others want the core; within one, the slowest member is rarely farther behind.
@@ -106,11 +143,14 @@ class Team {
 
     const int size_;
     const std::function<void(int)>* work_ = nullptr;
+    uint32_t base_ = 0;
     std::vector<std::vector<float>> scratch_;
+    std::atomic<bool> stopping_{false};
     alignas(64) std::atomic<uint32_t> called_{0};
-    alignas(64) std::atomic<uint32_t> round_{0};
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<uint64_t> run_{kClosed};
+    alignas(64) std::atomic<uint32_t> finished_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
+    alignas(64) std::atomic<uint64_t> ticket_{uint64_t(1) << 32};
     std::vector<std::thread> members_;
 };
 
