@@ -13,6 +13,7 @@ from services.scheduler.events import Effect, Hint, SendTokens
 from services.scheduler.queues import WaitQueue
 from services.scheduler.sequences import Phase, Request, Sequence
 from services.scheduler.validate import impossible, malformed
+from shared.subjects import subject_token
 from shared.wire import Ack, Answer, Cancel, FinishReason, InstanceInfo, Submit
 
 
@@ -356,6 +357,9 @@ class Desk:
     def _client(self, name: str, now: float) -> Client:
         client = self.clients.get(name)
         if client is None:
+            if subject_token(name) != name:
+                # There is no subject to answer it on.
+                raise ValueError(f"client {name[:80]!r} is not a subject token: use [A-Za-z0-9_-], 1 to 64")
             client = self.clients[name] = Client(name, now)
         client.heard_at = now
         return client

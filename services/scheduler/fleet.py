@@ -8,6 +8,7 @@ from services.scheduler.desk import Desk
 from services.scheduler.events import AskClaim, AskInventory, Effect, Note, SendStep
 from services.scheduler.instances import Instance, State, Verdict
 from services.scheduler.sequences import Phase, Sequence
+from services.scheduler.validate import known_by_name, unsound_info, unsound_result
 from shared.wire import (
     Beat,
     Claim,
@@ -121,6 +122,9 @@ class Fleet:
         if claimed.claim_id != instance.claim_id and claimed.incarnation != instance.incarnation:
             return []
         instance.heard_at = now
+        if reason := unsound_info(claimed.info):
+            instance.claim_after = now + self.rules.pause_s
+            return self.lose(instance, reason, now)
         instance.incarnation = claimed.incarnation
         instance.pending_inventory += claimed.blocks
         if claimed.next_offset:
@@ -188,6 +192,9 @@ class Fleet:
             return []
         if verdict is Verdict.GAP:
             return self._resend(instance, instance.expected, now)
+        if reason := unsound_result(done, len(instance.table)):
+            instance.claim_after = now + self.rules.pause_s
+            return self.lose(instance, f"its result is wrong: {reason}", now)
         instance.progress_at = now
         frame = instance.in_flight.popleft()
         instance.ahead_s = instance.ahead_s - frame.cost_s if instance.in_flight else 0.0
@@ -250,6 +257,8 @@ class Fleet:
         info = beat.info
         instance = self.instances.get(info.instance)
         if instance is None:
+            if not known_by_name(info):
+                return []
             instance = self.instances[info.instance] = Instance(info.instance, info, now)
         instance.heard_at = now
         if not claiming:

@@ -2,12 +2,20 @@
 
 import math
 
-from shared.wire import InstanceInfo, Submit
+from shared.subjects import subject_token
+from shared.wire import Done, InstanceInfo, Submit
 
 MAX_SEQUENCES = 128
 MAX_HANDLE = 2**53
 MAX_TIMEOUT_S = 86_400.0
 MAX_PRIORITY = 10**6
+INFO_BOUNDS = {
+    "block_tokens": 4096,
+    "blocks_total": 2**24,
+    "max_slots": 2**16,
+    "max_len": 2**31,
+    "vocab_size": 2**31,
+}
 
 
 def malformed(submit: Submit) -> str:
@@ -87,4 +95,34 @@ def misfit(prompt_len: int, max_tokens: int, info: InstanceInfo) -> str:
     room = info.blocks_total * info.block_tokens
     if tokens > room:
         return f"prompt and max_tokens are {tokens} tokens; KV memory holds {room}: lower max_tokens"
+    return ""
+
+
+def unsound_info(info: InstanceInfo) -> str:
+    """What makes an instance impossible to account for; empty if nothing does."""
+    bounds = {
+        "block_tokens": 4096,
+        "blocks_total": 2**24,
+        "max_slots": 2**16,
+        "max_len": 2**31,
+        "vocab_size": 2**31,
+    }
+    for name, most in bounds.items():
+        if not 1 <= getattr(info, name) <= most:
+            return f"{name} is {getattr(info, name)}: it must be within 1 to {most}"
+    return ""
+
+
+def known_by_name(info: InstanceInfo) -> bool:
+    """Whether frames can be addressed to it."""
+    return subject_token(info.instance) == info.instance
+
+
+def unsound_result(done: Done, slots: int) -> str:
+    """How a result contradicts itself or the instance's size; empty if it does not."""
+    if len(done.slots) != len(done.tokens):
+        return f"{len(done.tokens)} tokens for {len(done.slots)} slots"
+    for rows in (done.slots, [row.slot for row in done.stopped]):
+        if rows and not 0 <= min(rows) <= max(rows) < slots:
+            return f"a slot outside 0 to {slots - 1}"
     return ""

@@ -200,6 +200,48 @@ def test_somebody_else_s_refused_frame_does_not_cost_us_the_instance():
     assert states(rig) == {"w0": State.READY}
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": [0, 99], "tokens": [1, 1]},
+        {"slots": [-1], "tokens": [1]},
+        {"slots": [0], "tokens": []},
+        {"stopped": [Stopped(99, "stop")]},
+    ],
+)
+def test_a_result_that_makes_no_sense_costs_the_instance_its_session_and_nobody_else_anything(wrong: dict):
+    rig = Rig(FakeInstance("w0"), FakeInstance("w1")).ready()
+    for name in "abcd":
+        rig.submit(name, 6, 10)
+    done = msgspec.structs.replace(rig.instances["w0"].result(), **wrong)
+    rig.handle(done)
+    assert states(rig)["w0"] is State.LOST
+    rig.instances["w0"].frames.clear()
+    rig.turn()
+    rig.run()
+    assert all(rig.tokens(name) == list(range(100, 110)) for name in "abcd")
+
+
+@pytest.mark.parametrize("wrong", [{"block_tokens": 0}, {"blocks_total": 2**40}, {"max_slots": 0}])
+def test_an_instance_with_impossible_sizes_is_not_used(wrong: dict):
+    rig = Rig()
+    info = replaced(rig.w0.info, **wrong)
+    claimed = rig.w0.claimed
+    rig.w0.claimed = lambda ask: msgspec.structs.replace(claimed(ask), info=info)  # type: ignore[method-assign]
+    rig.pass_time(3.0)
+    assert states(rig) == {"w0": State.LOST}
+
+
+def test_names_that_are_no_subject_tokens_never_reach_a_subject():
+    rig = Rig().ready()
+    odd = FakeInstance("w.*")
+    rig.beat(odd)
+    assert states(rig) == {"w0": State.READY}
+    with pytest.raises(ValueError, match="subject token"):
+        rig.handle(Ack(client="a.b", epoch=1, owner="me", seq=1))
+    assert "a.b" not in rig.core.desk.clients
+
+
 def test_a_new_leader_finds_the_blocks_of_the_old_one():
     instance = FakeInstance("w0")
     prompt = list(range(18))
