@@ -111,7 +111,7 @@ def _plan_fault(mesh: Mesh, plan: Plan, rng: random.Random) -> None:
     mesh.world.after(when, lambda: fault(mesh, plan, lasting, pick))
 
 
-def _of(nodes: list, pick: float):  # type: ignore[no-untyped-def, type-arg]
+def _of(nodes: list, pick: float):
     alive = [node for node in nodes if node.alive]
     return alive[int(pick * len(alive))] if alive else None
 
@@ -159,14 +159,14 @@ def kill_client(mesh: Mesh, plan: Plan, lasting: float, pick: float) -> None:
         mesh.kill(client)
 
 
-def _stop(mesh: Mesh, plan: Plan, node, lasting: float) -> None:  # type: ignore[no-untyped-def]
+def _stop(mesh: Mesh, plan: Plan, node, lasting: float) -> None:
     if node is not None and not node.stopped:
         plan.note(mesh, f"stop {node.name} for {lasting} s")
         mesh.world.stop(node)
         mesh.world.after(lasting, lambda: mesh.world.wake(node))
 
 
-def _cut(mesh: Mesh, plan: Plan, node, lasting: float) -> None:  # type: ignore[no-untyped-def]
+def _cut(mesh: Mesh, plan: Plan, node, lasting: float) -> None:
     if node is not None and not node.cut:
         plan.note(mesh, f"cut {node.name} off for {lasting} s")
         node.cut = True

@@ -43,18 +43,18 @@ class World:
         self.events = 0
         self.filter: Callable[[str, str, Any], bool] | None = None
         """(from, to, frame) → whether it passes; tests lose chosen frames with it."""
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0
         self._last: dict[tuple[str, str], float] = {}
 
-    def at(self, when: float, do: Callable[[], None]) -> None:
+    def at(self, when: float, do: Callable[[], object]) -> None:
         self._count += 1
         heapq.heappush(self._heap, (max(when, self.now), self._count, do))
 
-    def after(self, seconds: float, do: Callable[[], None]) -> None:
+    def after(self, seconds: float, do: Callable[[], object]) -> None:
         self.at(self.now + seconds, do)
 
-    def every(self, node: Node, seconds: float, do: Callable[[], None]) -> None:
+    def every(self, node: Node, seconds: float, do: Callable[[], object]) -> None:
         """While `node` lives; a stopped node's timer fires once when it wakes."""
 
         def fire() -> None:
