@@ -58,7 +58,7 @@ def test_logits_match_transformers_at_every_position_however_the_work_is_cut(nam
     rng = np.random.default_rng(7)
     prompts = [rng.integers(0, 199, size=n).tolist() for n in (1, 5, 8, 33, 90)]
     driver = Driver(executor, seed=3)
-    # prompt_logprobs makes every position's logits appear; decode steps mix with the chunks of longer prompts.
+    # prompt_logprobs brings the logits of every position; decode steps mix with chunks of longer prompts.
     runs = driver.generate(
         prompts, [greedy(6, prompt_logprobs=0) for _ in prompts], chunk=17, stagger=1, random_chunks=True
     )

@@ -55,7 +55,6 @@ class Batch(Structure):
         ("ids", Pointer),
         ("positions", Pointer),
         ("row_start", Pointer),
-        ("kv_len", Pointer),
         ("table", Pointer),
         ("write_block", Pointer),
         ("write_offset", Pointer),

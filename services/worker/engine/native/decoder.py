@@ -160,7 +160,6 @@ class NativeDecoder:
             ids=batch.tokens.ctypes.data,
             positions=batch.positions.ctypes.data,
             row_start=batch.row_start.ctypes.data,
-            kv_len=batch.kv_len.ctypes.data,
             table=batch.block_table.ctypes.data,
             write_block=batch.write_block.ctypes.data,
             write_offset=batch.write_offset.ctypes.data,

@@ -31,7 +31,7 @@ struct Model {
 
 struct Batch {
     int64_t tokens, rows, table_width, logits;
-    const int32_t *ids, *positions, *row_start, *kv_len, *table, *write_block, *write_offset, *logit_tokens;
+    const int32_t *ids, *positions, *row_start, *table, *write_block, *write_offset, *logit_tokens;
 };
 
 // Activations, [tokens, …] each; act's rows are rounded up to a panel.
