@@ -139,12 +139,13 @@ class Mesh:
         clients: int = 1,
         blocks: int = 64,
         slots: int = 8,
+        step_s: float = 0.015,
         reservation: Callable[[], Reservation] = ExpectedOutput,
     ) -> None:
         self.world = World(seed)
         self.redis = Redis()
         self.model = "sim"
-        self.blocks, self.slots = blocks, slots
+        self.blocks, self.slots, self.step_s = blocks, slots, step_s
         self.reservation: Callable[[], Reservation] = reservation
         self.history = History(self.world)
         self.workers: dict[str, WorkerNode] = {}

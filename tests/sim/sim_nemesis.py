@@ -54,6 +54,8 @@ def _prepare(seed: int, plan: Plan) -> Mesh:
         clients=rng.choice((1, 2)),
         blocks=rng.choice((18, 18, 24, 64)),
         slots=rng.choice((2, 4, 8)),
+        # Short steps have many frames in flight.
+        step_s=rng.choice((0.015, 0.015, 0.0004)),
         reservation=rng.choice((ExpectedOutput, Optimist)),
     )
     mesh.world.weather = rng.choice(

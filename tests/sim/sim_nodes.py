@@ -70,6 +70,7 @@ class KvExecutor:
     def __init__(self, info: ExecutorInfo) -> None:
         self.info = info
         self.kv = np.full((info.blocks_total, info.block_tokens), -1, np.int32)
+        self.step_s = info.decode_step_s
         self.spent_s = 0.0
 
     def run(self, step: StepInput, slots: SlotArrays) -> StepOutput:
@@ -91,7 +92,7 @@ class KvExecutor:
             tokens.append(
                 draw(sampling.seed, int(slots.choice[slot]), self.kv[table].reshape(-1)[:end].tobytes())
             )
-        self.spent_s += 0.015 + 0.001 * int(step.counts.sum())
+        self.spent_s += self.step_s + self.step_s / 15 * int(step.counts.sum())
         return StepOutput(np.array(tokens, np.int32))
 
     def close(self) -> None:
@@ -106,7 +107,7 @@ class WorkerNode(Node):
         self.mesh = mesh
         self.world: World = mesh.world
         self.born = self._fresh(0)
-        info = ExecutorInfo(FINGERPRINT, BLOCK, blocks, 256, VOCAB, 1000.0, 0.016)
+        info = ExecutorInfo(FINGERPRINT, BLOCK, blocks, 256, VOCAB, 15.0 / mesh.step_s, mesh.step_s)
         self.executor = KvExecutor(info)
         shape = BatchShape(slots, info.max_len, BLOCK, blocks, VOCAB)
         self.compute = Compute(
@@ -181,7 +182,7 @@ class WorkerNode(Node):
         frame = self.queue.popleft()
         before = self.executor.spent_s
         outcome = self.compute.step(frame, self.world.now)
-        took_s = max(self.executor.spent_s - before, 0.0002)
+        took_s = max(self.executor.spent_s - before, 0.0001)
         self.executor.spent_s = 0.0
         self.busy = True
         self.world.after(took_s, lambda: self._computed(outcome))
@@ -218,7 +219,7 @@ class SchedulerNode(Node):
         self.mesh = mesh
         self.world: World = mesh.world
         self.redis: Redis = mesh.redis
-        rules = Rules(model=mesh.model, budget=BudgetRules(itl_target_s=0.03, floor_tokens=4))
+        rules = Rules(model=mesh.model, budget=BudgetRules(itl_target_s=2 * mesh.step_s, floor_tokens=4))
         self.core = Core(
             name, rules, ContinuousPolicy(), mesh.reservation(),
             rng=random.Random(self.world.rng.getrandbits(32)), now=self.world.now,
@@ -230,7 +231,7 @@ class SchedulerNode(Node):
 
     def feed(self, event: Any) -> None:
         self._carry_out(self.core.handle(event, self.world.now))
-        if not self._turning:
+        if not self._turning and self.core.leads:
             self._turning = True
             self.world.after(0.0, self._turn)
 

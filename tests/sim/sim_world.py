@@ -49,7 +49,7 @@ class World:
 
     def at(self, when: float, do: Callable[[], object]) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._count, do))
+        heapq.heappush(self._heap, (when if when > self.now else self.now, self._count, do))
 
     def after(self, seconds: float, do: Callable[[], object]) -> None:
         self.at(self.now + seconds, do)
@@ -118,7 +118,8 @@ class World:
         heap = self._heap
         while heap and heap[0][0] <= until:
             when, _, do = heapq.heappop(heap)
-            self.now = max(self.now, when)
+            if when > self.now:
+                self.now = when
             do()
             self.events += 1
             if after_each is not None:
