@@ -202,8 +202,19 @@ class Fleet:
         for slot, token in zip(done.slots, done.tokens):
             sequence = table[slot]
             if sequence is not None:
-                out = sequence.out
-                sequence.emit(TokenRow(sequence.handle, sequence.attempt, len(out), [token]))
+                out, pending = sequence.out, sequence.row
+                frame_seq = sequence.request.client.seq
+                if (
+                    pending is not None
+                    and sequence.row_since == frame_seq
+                    and pending.attempt == sequence.attempt
+                ):
+                    # A second result in this turn: the row is still pending.
+                    pending.ids.append(token)
+                else:
+                    pending = TokenRow(sequence.handle, sequence.attempt, len(out), [token])
+                    sequence.row, sequence.row_since = pending, frame_seq
+                    sequence.emit(pending)
                 out.append(token)
         counters = self._counters
         counters.steps += 1

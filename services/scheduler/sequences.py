@@ -81,6 +81,9 @@ class Sequence:
     out: list[int]
     """Output tokens confirmed so far, over all attempts."""
     attempt: int = 1
+    row: TokenRow | None = None
+    """Its latest token row, and the client's last frame when it was made: pending while that is the last."""
+    row_since: int = -1
     phase: Phase = Phase.QUEUED
     instance: Instance | None = None
     slot: int = -1
