@@ -32,6 +32,8 @@ $(STAMP): pyproject.toml deploy/setup_torch.py
 	@$(BIN)/python deploy/setup_torch.py
 	@echo "installing hortator[local,dev] into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[local,dev]'
+	@echo "compiling the native kernels for this machine"
+	@$(BIN)/python -m services.worker.engine.native
 	@touch $(STAMP)
 
 up: setup
