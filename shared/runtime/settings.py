@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import os
 import secrets
 import types
@@ -104,11 +105,18 @@ def _convert(key: str, text: str, type_: Any) -> Any:
     try:
         if type_ is bool:
             return _boolean(text)
-        if type_ in (str, int, float, Path):
+        if type_ in (str, Path):
             return type_(text)
+        if type_ in (int, float):
+            number = type_(text)
     except ValueError:
         raise SettingsError(f"{key}={text!r} cannot be read as {type_.__name__}") from None
-    raise SettingsError(f"{key}: settings of type {type_!r} are not supported")
+    if type_ not in (int, float):
+        raise SettingsError(f"{key}: settings of type {type_!r} are not supported")
+    # Sizes, counts and times: no service has a use for one below zero, and all of them fail late and far off.
+    if not 0 <= number < math.inf:
+        raise SettingsError(f"{key}={text!r} must be a finite number of at least 0")
+    return number
 
 
 def _boolean(text: str) -> bool:

@@ -64,6 +64,16 @@ def test_an_unreadable_value_is_refused_with_its_key_and_text(key: str, text: st
         load(ProbeSettings, {key: text})
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("HORTATOR_DEPTH", "-1"), ("HORTATOR_LIMIT", "-5")]
+    + [("HORTATOR_HEARTBEAT_S", text) for text in ("-0.5", "nan", "inf", "-inf", "1e999")],
+)
+def test_a_number_below_zero_or_without_a_value_is_refused_with_its_key(key: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=f"{key}='{text}' must be a finite number of at least 0"):
+        load(ProbeSettings, {key: text})
+
+
 def test_settings_survive_the_way_through_an_environment() -> None:
     settings = ProbeSettings(instance="w0", mock=True, depth=7, limit=3, kind="b", model_dir=Path("/m"))
     env = as_env(settings)
