@@ -14,5 +14,8 @@ RequestId = NewType("RequestId", str)
 OwnerId = NewType("OwnerId", str)
 """One life of a scheduler process. Breaks ties between equal epochs: the smaller string wins."""
 
+MAX_EPOCH = 2**53
+"""Above this an epoch is nonsense: whoever believed it once would refuse every leader to come."""
+
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes: the chained SHA-256 of a full, confirmed block (`shared/blocks.py`)."""

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-MAX_EPOCH = 2**53
-"""Above this an epoch is nonsense; believing it once would end all claims."""
+from shared.ids import MAX_EPOCH
 
 
 class Rule(Enum):

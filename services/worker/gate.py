@@ -8,6 +8,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
+from shared.ids import MAX_EPOCH
+
 CLAIMS_REMEMBERED = 16
 """Answers kept by claim id. A repetition older than that draws a new incarnation, which is safe."""
 
@@ -78,7 +80,7 @@ class Gate:
     def claim(self, epoch: int, owner: str, claim_id: str, fresh: int) -> tuple[ClaimVerdict, int]:
         """Verdict on a claim, and the incarnation to answer with. `fresh` is used only when accepted."""
         claimant = Leadership(epoch, owner)
-        if self.highest.outranks(claimant):
+        if epoch > MAX_EPOCH or self.highest.outranks(claimant):
             return ClaimVerdict.REFUSED, self.incarnation
         if claimant == self.holder and claim_id in self._claims:
             return ClaimVerdict.REPEATED, self._claims[claim_id]
@@ -92,9 +94,12 @@ class Gate:
         return ClaimVerdict.ACCEPTED, self.incarnation
 
     def observe(self, epoch: int, owner: str) -> None:
-        """A beacon was heard: whoever is below it is fenced from now on, before the claim arrives."""
+        """A beacon was heard: whoever is below it is fenced from now on, before the claim arrives.
+
+        Epochs above `MAX_EPOCH` are ignored, as schedulers ignore them: remembered, one such would fence all.
+        """
         heard = Leadership(epoch, owner)
-        if heard.outranks(self.highest):
+        if epoch <= MAX_EPOCH and heard.outranks(self.highest):
             self.highest = heard
 
     def abandon(self, fresh: int) -> None:

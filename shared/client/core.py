@@ -21,6 +21,7 @@ from shared.client.effects import (
     Unsendable,
 )
 from shared.client.records import ANSWER_S, OpenRequest, OpenSeq, complete
+from shared.ids import MAX_EPOCH
 from shared.wire import Ack, Answer, Beacon, Cancel, EndRow, FinishReason, Submit, SubmitSeq, Tokens
 
 REPEAT_S = 0.3
@@ -320,7 +321,7 @@ class ClientCore:
         """Whether `leader` is the present one now. A higher one learns of everything that is open."""
         epoch, owner = leader
         known_epoch, known_owner = self._leader
-        if epoch < known_epoch or (epoch == known_epoch and owner > known_owner):
+        if epoch > MAX_EPOCH or epoch < known_epoch or (epoch == known_epoch and owner > known_owner):
             return False
         first = known_epoch == 0
         self._leader = leader

@@ -16,6 +16,7 @@ from shared.client import (
     Tick,
     Unsendable,
 )
+from shared.ids import MAX_EPOCH
 from shared.wire import (
     Ack,
     Answer,
@@ -177,6 +178,16 @@ def test_nothing_of_a_fenced_leader_is_delivered(stale: tuple[int, str]) -> None
     assert client.do(Tokens(epoch=epoch, owner=owner, seq=1, rows=[TokenRow(1, 9, 0, [5])])) == []
     assert client.beacon(epoch, owner) == []
     assert client.core.owner == "b"
+
+
+@pytest.mark.parametrize("epoch", [MAX_EPOCH + 1, 2**64 - 1])
+def test_an_epoch_that_is_nonsense_is_followed_neither_in_a_beacon_nor_in_a_frame(epoch: int) -> None:
+    client = Client()
+    client.beacon(2, "b")
+    assert client.beacon(epoch, "a") == []
+    assert client.do(Tokens(epoch=epoch, owner="a", seq=1, rows=[TokenRow(1, 9, 0, [5])])) == []
+    client.leader = (2, "b")
+    assert fresh(client.frame(rows=[TokenRow(1, 1, 0, [7])])) == [(1, [7])]
 
 
 def test_between_equal_epochs_the_smaller_owner_leads() -> None:

@@ -22,8 +22,9 @@ from services.scheduler.events import (
 )
 from services.scheduler.fleet import FleetRules
 from services.scheduler.instances import State
-from services.scheduler.leadership import MAX_EPOCH, Leadership, LeadershipTimes, outranks
+from services.scheduler.leadership import Leadership, LeadershipTimes, outranks
 from services.scheduler.placement import Candidate, choose
+from shared.ids import MAX_EPOCH
 from shared.wire import Ack, Beacon, Beat, Claimed, Done, Goodbye, Refused, Resync, Stopped
 
 

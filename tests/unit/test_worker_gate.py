@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.gate import ClaimVerdict, Gate, Leadership, Verdict
+from shared.ids import MAX_EPOCH
 
 HELD = (5, "m", 101)
 
@@ -89,6 +90,15 @@ def test_a_beacon_heard_fences_everybody_below_it() -> None:
     assert gate.judge(*HELD, 5) is Verdict.STALE
     assert gate.claim(5, "m", "c2", 102)[0] is ClaimVerdict.REFUSED
     assert gate.claim(6, "x", "d1", 102)[0] is ClaimVerdict.ACCEPTED
+
+
+@pytest.mark.parametrize("epoch", [MAX_EPOCH + 1, 2**63, 2**64 - 1])
+def test_an_epoch_that_is_nonsense_fences_nobody_and_is_given_no_session(epoch: int) -> None:
+    gate = held_gate()
+    gate.observe(epoch, "a")
+    assert gate.claim(epoch, "a", "d1", 102)[0] is ClaimVerdict.REFUSED
+    assert gate.judge(*HELD, 4) is Verdict.RUN
+    assert gate.claim(6, "m", "e1", 103)[0] is ClaimVerdict.ACCEPTED
 
 
 def test_an_abandoned_session_needs_a_claim_that_starts_a_new_one() -> None:
