@@ -10,6 +10,8 @@ from collections import deque
 from services.scheduler.sequences import Request, Sequence
 from shared.wire import Answer, EndRow, LogprobRow, PromptLogprobRow, TokenRow, Tokens
 
+WINDOW_FRAMES = 8
+"""Frames a client may have unacknowledged before it counts as being behind."""
 LINGER_S = 0.04
 """An `accepted` waits this long for a frame that goes to its client anyhow; a token says the same."""
 
@@ -46,6 +48,11 @@ class Client:
     def kept(self) -> int:
         """Frames not acknowledged."""
         return len(self._kept)
+
+    @property
+    def behind(self) -> bool:
+        """Whether further tokens would only wait at the client."""
+        return len(self._kept) >= WINDOW_FRAMES
 
     @property
     def owed(self) -> bool:

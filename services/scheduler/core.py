@@ -311,6 +311,8 @@ class Core:
 
     def _plan(self, effects: list[Effect], now: float) -> None:
         """Frames for every instance until its window is full or there is nothing to do."""
+        if self.desk.swamped:
+            return
         rules, queue, fleet = self.rules.budget, self.desk.queue, self.fleet
         open_ = fleet.active
         if len(open_) > 1 and len(queue):

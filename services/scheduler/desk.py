@@ -350,6 +350,16 @@ class Desk:
                 effects.append(SendTokens(client.id, frame))
         return effects
 
+    @property
+    def swamped(self) -> bool:
+        """Whether every client with open sequences is behind: steps would bring nobody anything sooner.
+
+        Waiting keeps batches full, where running on would finish sequences early and leave their slots
+        empty until the clients have caught up.
+        """
+        open_ = [client for client in self.clients.values() if client.sequences]
+        return bool(open_) and all(client.behind for client in open_)
+
     def last_frames(self) -> dict[str, int]:
         """For the beacon: the last frame of each client that has not acknowledged it."""
         return {client.id: client.seq for client in self.clients.values() if client.kept}

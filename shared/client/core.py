@@ -26,6 +26,8 @@ from shared.wire import Ack, Answer, Beacon, Cancel, EndRow, FinishReason, Submi
 
 REPEAT_S = 0.3
 """Submits until answered, cancels until ended."""
+ACK_FRAMES = 4
+"""Frames acknowledged together at the latest: the scheduler waits for a client that is far behind."""
 ACK_S = 0.25
 """While frames come."""
 LEASE_S = 1.0
@@ -190,6 +192,8 @@ class ClientCore:
             self._rows(frame, out)
         for end in frame.ends:
             self._ended(end, out)
+        if self._next_seq - self._acked > ACK_FRAMES:
+            self._ack(now, out)
 
     def _rows(self, frame: Tokens, out: list[Effect]) -> None:
         # The path of every token: look-ups are taken out of the loop.

@@ -221,8 +221,8 @@ class Rig:
         handle = sum(byte << (8 * i) for i, byte in enumerate(name.encode()[:5])) * 10
         seqs = [SubmitSeq(handle + choice, choice, accepted or []) for choice in range(n)]
         self.handle(
-            Submit(client="c", request_id=name, prompt=ids, seqs=seqs,
-                   sampling=Sampling(max_tokens=max_tokens, **(sampling or {})), **fields)
+            Submit(request_id=name, prompt=ids, seqs=seqs,
+                   sampling=Sampling(max_tokens=max_tokens, **(sampling or {})), **({"client": "c"} | fields))
         )  # fmt: skip
         if turn:
             self.turn()

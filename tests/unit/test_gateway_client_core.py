@@ -353,3 +353,12 @@ def test_a_leader_that_never_answers_still_hears_of_the_clients_epoch_every_seco
     assert only(client.tick(0.1), Ack).epoch == 7
     assert Ack not in kinds(client.tick(0.9))
     assert only(client.tick(0.1), Ack).epoch == 7
+
+
+def test_every_fourth_frame_is_acknowledged_at_once_because_the_scheduler_waits_for_who_is_behind() -> None:
+    client = Client()
+    acks = []
+    for index in range(9):
+        effects = client.frame(rows=[TokenRow(1, 1, index, [5])])
+        acks += [effect.seq for effect in effects if isinstance(effect, Ack)]
+    assert acks == [4, 8]

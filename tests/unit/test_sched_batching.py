@@ -7,6 +7,7 @@ from sched_rig import BLOCK, FakeInstance, Rig
 
 from services.scheduler.admission import ExpectedOutput, ReserveMax
 from services.scheduler.budget import BudgetRules
+from services.scheduler.clients import WINDOW_FRAMES
 from services.scheduler.core import Rules
 from services.scheduler.planner import MAX_FRAME_IDS
 from services.scheduler.policy import StaticBatchPolicy
@@ -416,3 +417,32 @@ def test_a_pinned_request_waits_for_the_canary_like_any_other():
     assert [len(frame.admit) for frame in rig.w0.seen if frame.admit] == [1]
     rig.run()
     assert rig.tokens("a") == [100, 101]
+
+
+def test_steps_wait_while_every_client_is_behind_and_go_on_with_its_acknowledgement():
+    rig = Rig().ready()
+    rig.submit("a", 6, 60)
+    rig.acking = False
+    for _ in range(40):
+        rig.step()
+    assert not rig.w0.frames, "nobody would have read further tokens any sooner"
+    assert rig.core.desk.clients["c"].kept == WINDOW_FRAMES + 2, "what was in flight still comes"
+    got = len(rig.tokens("a"))
+    rig.acking = True
+    rig.acknowledge()
+    rig.turn()
+    rig.run()
+    assert len(rig.tokens("a")) == 60 > got
+    assert rig.at_rest()
+
+
+def test_one_client_that_is_behind_does_not_hold_up_another():
+    rig = Rig().ready()
+    rig.submit("a", 6, 60)
+    rig.acking = False
+    for _ in range(20):
+        rig.step()
+    rig.submit("b", 6, 5, client="d")
+    for _ in range(12):
+        rig.step()
+    assert [end.reason for frame in rig.frames for end in frame.ends] == ["length"]
