@@ -265,8 +265,8 @@ class Generation:
 def _refusal(answer: Answer) -> ApiError:
     retry = answer.retry_after_s
     if answer.code == "queue_full":
-        text = answer.message or "The queue is full."
-        return ApiError(429, f"{text} Try again later.", code="queue_full", retry_after_s=retry or 1.0)
+        text = answer.message or "The queue is full. Try again later."
+        return ApiError(429, text, code="queue_full", retry_after_s=retry or 1.0)
     if answer.code in ("no_instance", "draining"):
         text = answer.message or "No instance can serve this model now."
         return ApiError(503, text, code=answer.code, retry_after_s=retry or 2.0)

@@ -107,6 +107,9 @@ class Desk:
         if reason := impossible(submit.prompt, submit.sampling.max_tokens, infos):
             return Answer(submit.request_id, "too_long", reason)
         bound = self.rules.queue_bound
+        if len(submit.seqs) > bound:
+            reason = f"{len(submit.seqs)} sequences in one request, above the queue's {bound}: ask for fewer"
+            return Answer(submit.request_id, "invalid", reason)
         if self.epoch > 1 and now - self._opened < self.rules.grace_s:
             bound *= self.rules.grace_factor
         resumed = any(row.accepted for row in submit.seqs)

@@ -51,6 +51,15 @@ def test_a_full_queue_refuses_with_a_time_to_try_again():
     assert "try again" in refusal.message
 
 
+def test_a_request_that_no_queue_could_ever_hold_is_refused_for_good():
+    rig = Rig(rules=Rules("m", desk=DeskRules(queue_bound=3, grace_s=0.0))).ready()
+    rig.submit("a", 4, 5, n=4)
+    assert rig.answers("a") == ["invalid"]
+    rig.submit("b", 4, 5, n=3)
+    rig.run()
+    assert rig.answers("b") == ["accepted"]
+
+
 def test_a_resumed_request_is_not_turned_away_by_a_full_queue():
     rig = Rig(
         FakeInstance("w0", max_slots=1), rules=Rules("m", desk=DeskRules(queue_bound=1, grace_s=0.0))
