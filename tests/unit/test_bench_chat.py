@@ -109,11 +109,19 @@ async def server(hang_after_first=False):
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", seen
 
 
+# Whoever runs the tests in the background has SIGINT ignored, and a child inherits that.
+CHAT = """
+import signal
+from deploy.chat import app
+signal.signal(signal.SIGINT, signal.default_int_handler)
+app()
+"""
+
+
 def start(url):
-    code = "from deploy.chat import app; app()"
     pipe = asyncio.subprocess.PIPE
     return asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, "--url", url, stdin=pipe, stdout=pipe, stderr=pipe
+        sys.executable, "-c", CHAT, "--url", url, stdin=pipe, stdout=pipe, stderr=pipe
     )
 
 
@@ -141,9 +149,8 @@ async def test_an_interrupt_closes_the_connection_of_a_running_answer():
 async def test_at_a_terminal_an_interrupt_stops_the_answer_and_the_session_goes_on():
     async with server(hang_after_first=True) as (url, seen):
         ours, theirs = pty.openpty()
-        code = "from deploy.chat import app; app()"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, "--url", url, stdin=theirs, stdout=theirs, stderr=theirs
+            sys.executable, "-c", CHAT, "--url", url, stdin=theirs, stdout=theirs, stderr=theirs
         )
         os.close(theirs)
         shown = b""
