@@ -98,9 +98,7 @@ class WorkerService:
         self._current = Session(self._info(started.result()))
         # The first beat invites a claim: by then we must listen.
         subscriptions = await self._subscribe()
-        tasks = [
-            asyncio.ensure_future(work) for work in (self._beat(), self._tell_kvstore())
-        ]
+        tasks = [asyncio.ensure_future(work) for work in (self._beat(), self._tell_kvstore())]
         self._log.info("instance ready to be claimed", **self.stats())
         self.ready.set()
         over = asyncio.ensure_future(self._over.wait())
