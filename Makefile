@@ -8,7 +8,9 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 SECOND_LANE := servers or mesh or model or slow
-FAST := $(BIN)/pytest -q -m "not gpu and not ($(SECOND_LANE))"
+# Pure tests share the cores; those with servers, meshes and models run one at a time.
+TOGETHER := $(BIN)/pytest -q -n 2 --dist worksteal
+FAST := $(TOGETHER) -m "not gpu and not ($(SECOND_LANE))"
 
 .PHONY: help setup up test test-fast test-second check lint types clean
 
@@ -47,7 +49,8 @@ test-fast: setup
 	$(FAST) $(PYTEST_ARGS)
 
 test-second: setup
-	$(BIN)/pytest -q -m "not gpu and ($(SECOND_LANE))" $(PYTEST_ARGS)
+	$(TOGETHER) -m "slow and not (gpu or servers or mesh or model)" $(PYTEST_ARGS)
+	$(BIN)/pytest -q -m "not gpu and (servers or mesh or model)" --durations=10 $(PYTEST_ARGS)
 
 check: lint types test-fast
 
