@@ -1,6 +1,7 @@
 """`python -m services.worker`: one instance of a model on this machine, from environment settings."""
 
 import asyncio
+import gc
 import time
 from importlib.metadata import version
 
@@ -32,6 +33,10 @@ async def serve(context: ServiceContext) -> None:
             await asyncio.sleep(HEALTH_EVERY_S)
 
     watching = asyncio.ensure_future(watch())
+    # Block hashes live long and are many; a full collection in the middle of a step looks at them all.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     try:
         await worker.run(context.stopping)
     finally:
