@@ -4,6 +4,7 @@
 everything (stop strings, log-probabilities, ids, usage in every event); its writer knows where output goes.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -34,7 +35,7 @@ class Owner(Protocol):
     def usage_now(self) -> Usage: ...
 
 
-class Choice:
+class Choice(ABC):
     """What both kinds share."""
 
     __slots__ = ("count", "done", "first_at", "index", "last_at", "outlet", "owner")
@@ -49,7 +50,7 @@ class Choice:
         self.first_at = 0.0
         self.last_at = 0.0
 
-    def accepted(self, request: OpenRequest) -> None:
+    def accepted(self, request: OpenRequest) -> None:  # noqa: B027 (a default, not a duty)
         """Nothing is shown before the first token, so that a later error can still choose the status."""
 
     def refused(self, request: OpenRequest, answer: Answer) -> None:
@@ -60,16 +61,17 @@ class Choice:
             self.flush_text(seq)
         self.owner.choice_ended(self, seq, end)
 
+    @abstractmethod
     def tokens(self, seq: OpenSeq, ids: Sequence[int]) -> None:
-        raise NotImplementedError
+        """Show what these ids add."""
 
+    @abstractmethod
     def flush_text(self, seq: OpenSeq) -> None:
         """Show what was held back; the sequence is over."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, end: Finished) -> None:
         """Show the end."""
-        raise NotImplementedError
 
 
 class FastChoice(Choice):
