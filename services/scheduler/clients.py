@@ -10,7 +10,7 @@ from collections import deque
 from services.scheduler.sequences import Request, Sequence
 from shared.wire import Answer, EndRow, LogprobRow, PromptLogprobRow, TokenRow, Tokens
 
-WINDOW_FRAMES = 8
+WINDOW_FRAMES = 16
 """Frames a client may have unacknowledged before it counts as being behind."""
 LINGER_S = 0.04
 """An `accepted` waits this long for a frame that goes to its client anyhow; a token says the same."""

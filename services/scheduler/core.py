@@ -33,6 +33,7 @@ from services.scheduler.events import (
     WriteLease,
 )
 from services.scheduler.fleet import Fleet, FleetRules
+from services.scheduler.instances import State
 from services.scheduler.leadership import Leadership, LeadershipTimes, Rule, leads_model
 from services.scheduler.planner import Planner
 from services.scheduler.policy import BatchPolicy
@@ -125,7 +126,16 @@ class Core:
 
     def _submit(self, event: Submit, now: float) -> None:
         if self.leads:
-            self.desk.submit(event, self.fleet.infos(), now)
+            self.desk.submit(event, self.fleet.infos(), self._vacant(), now)
+
+    def _vacant(self) -> int:
+        """Slots of serving instances that nobody holds."""
+        most = self.rules.max_running
+        return sum(
+            max(0, min(most or len(i.table), len(i.table)) - len(i.running))
+            for i in self.fleet.active
+            if i.state is State.READY
+        )
 
     def _cancel(self, event: Cancel, now: float) -> None:
         if self.leads:

@@ -14,7 +14,7 @@ from services.scheduler.queues import WaitQueue
 from services.scheduler.sequences import Phase, Request, Sequence
 from services.scheduler.validate import impossible, malformed
 from shared.subjects import subject_token
-from shared.wire import Ack, Answer, Cancel, FinishReason, InstanceInfo, Submit
+from shared.wire import Ack, Answer, BadFrame, Cancel, FinishReason, InstanceInfo, Submit
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DeskRules:
     """Seconds and counts of the clients' side."""
 
     queue_bound: int = 1024
-    """Waiting sequences at most; further submits are answered `queue_full`."""
+    """Waiting sequences at most, beyond those that find a slot; further submits are answered `queue_full`."""
     aging_s: float = 30.0
     """Waiting time that makes up for one level of priority."""
     client_ttl_s: float = 10.0
@@ -78,8 +78,11 @@ class Desk:
 
     # Submits
 
-    def submit(self, submit: Submit, infos: list[InstanceInfo], now: float) -> None:
-        """Queue it, or refuse it; answer either way. A repetition gets its former answer."""
+    def submit(self, submit: Submit, infos: list[InstanceInfo], vacant: int, now: float) -> None:
+        """Queue it, or refuse it; answer either way. A repetition gets its former answer.
+
+        `vacant` slots are free: what goes into them with the next turn does not count as waiting.
+        """
         client = self._client(submit.client, now)
         known = client.requests.get(submit.request_id)
         if known is not None:
@@ -89,7 +92,7 @@ class Desk:
         if earlier is not None:
             client.answer(earlier[0])
             return
-        refusal = self._refusal(client, submit, infos, now)
+        refusal = self._refusal(client, submit, infos, vacant, now)
         if refusal is not None:
             client.answer(refusal)
             client.answered[submit.request_id] = (refusal, now)
@@ -98,7 +101,7 @@ class Desk:
         self._enqueue(client, submit, now)
 
     def _refusal(
-        self, client: Client, submit: Submit, infos: list[InstanceInfo], now: float
+        self, client: Client, submit: Submit, infos: list[InstanceInfo], vacant: int, now: float
     ) -> Answer | None:
         if reason := malformed(submit):
             return Answer(submit.request_id, "invalid", reason)
@@ -113,7 +116,7 @@ class Desk:
         if self.epoch > 1 and now - self._opened < self.rules.grace_s:
             bound *= self.rules.grace_factor
         resumed = any(row.accepted for row in submit.seqs)
-        if not resumed and len(self.queue) + len(submit.seqs) > bound:
+        if not resumed and len(self.queue) + len(submit.seqs) > bound + vacant:
             self._counters.queue_full += 1
             wait_s = self.retry_after_s()
             message = f"{len(self.queue)} sequences wait already; try again in {wait_s:.0f} s"
@@ -372,7 +375,9 @@ class Desk:
         if client is None:
             if subject_token(name) != name:
                 # There is no subject to answer it on.
-                raise ValueError(f"client {name[:80]!r} is not a subject token: use [A-Za-z0-9_-], 1 to 64")
+                raise BadFrame(
+                    "client's", f"{name[:80]!r} is not a subject token: use [A-Za-z0-9_-], 1 to 64"
+                )
             client = self.clients[name] = Client(name, now)
         client.heard_at = now
         return client

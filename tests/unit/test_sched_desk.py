@@ -51,6 +51,15 @@ def test_a_full_queue_refuses_with_a_time_to_try_again():
     assert "try again" in refusal.message
 
 
+def test_a_burst_that_free_slots_take_is_no_full_queue():
+    rig = Rig(FakeInstance("w0", max_slots=6), rules=tight(2)).ready()
+    for number in range(10):
+        rig.submit(f"r{number}", 4, 5, turn=False)
+    rig.turn()
+    rig.run()
+    assert [rig.answers(f"r{n}") for n in range(10)] == [["accepted"]] * 8 + [["queue_full"]] * 2
+
+
 def test_a_request_that_no_queue_could_ever_hold_is_refused_for_good():
     rig = Rig(rules=Rules("m", desk=DeskRules(queue_bound=3, grace_s=0.0))).ready()
     rig.submit("a", 4, 5, n=4)

@@ -25,7 +25,7 @@ from services.scheduler.instances import State
 from services.scheduler.leadership import Leadership, LeadershipTimes, outranks
 from services.scheduler.placement import Candidate, choose
 from shared.ids import MAX_EPOCH
-from shared.wire import Ack, Beacon, Beat, Claimed, Done, Goodbye, Refused, Resync, Stopped
+from shared.wire import Ack, BadFrame, Beacon, Beat, Claimed, Done, Goodbye, Refused, Resync, Stopped
 
 
 def replaced(info: object, **fields: object) -> object:
@@ -238,7 +238,7 @@ def test_names_that_are_no_subject_tokens_never_reach_a_subject():
     odd = FakeInstance("w.*")
     rig.beat(odd)
     assert states(rig) == {"w0": State.READY}
-    with pytest.raises(ValueError, match="subject token"):
+    with pytest.raises(BadFrame, match="subject token"):
         rig.handle(Ack(client="a.b", epoch=1, owner="me", seq=1))
     assert "a.b" not in rig.core.desk.clients
 
