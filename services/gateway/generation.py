@@ -152,25 +152,26 @@ class Generation:
         return Usage(self._prompt_tokens, completion, sum(self._cached))
 
     def stopped_here(self, choice: Choice, seq: OpenSeq) -> None:
+        # Its end follows at once, and brings what usage and timing have to say.
         number, position = divmod(choice.index, self._plan.n)
         self._client.cancel(self._mesh_ids[number], (position,))
-        self._finish(choice, seq, Finished(choice.index, "stop"))
 
     def choice_ended(self, choice: Choice, seq: OpenSeq, end: EndRow) -> None:
         if self.over:
             return
         number = choice.index // self._plan.n
         self._cached[number] = max(self._cached[number], end.cached_tokens)
-        if choice.done:
-            return
-        if end.reason not in ("stop", "length"):
+        if choice.done:  # by a stop string, which the scheduler knows as a cancel
+            finished = Finished(choice.index, "stop")
+        elif end.reason in ("stop", "length"):
+            choice.done = True
+            finished = Finished(choice.index, end.reason)
+            if end.reason == "stop" and seq.accepted and seq.accepted[-1] not in self._card.eos_ids:
+                finished.stop_reason = seq.accepted[-1]
+        else:
             self.fail(_ended_badly(end))
             return
-        choice.done = True
         self._metrics.times(end.times)
-        finished = Finished(choice.index, end.reason)
-        if end.reason == "stop" and seq.accepted and seq.accepted[-1] not in self._card.eos_ids:
-            finished.stop_reason = seq.accepted[-1]
         if self._with_timing:
             finished.timing = self._ledger(end.times)
         self._finish(choice, seq, finished)

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(600)]
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/golden.json").read_text())
 
 
-def complete(base_url: str, case: dict, max_tokens: int = 0) -> dict:
+def complete(base_url: str, case: dict, max_tokens: int = 0, **more) -> dict:
     body = {
         "model": "smol",
         "prompt": case["ids"],
@@ -22,7 +22,7 @@ def complete(base_url: str, case: dict, max_tokens: int = 0) -> dict:
         "temperature": 0,
         "return_token_ids": True,
         "skip_special_tokens": False,
-    }
+    } | more
     request = urllib.request.Request(
         f"{base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -66,6 +66,18 @@ def test_a_warm_cache_is_really_used(mesh):
     complete(mesh.base_url, case)
     usage = complete(mesh.base_url, case)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= len(case["ids"]) - 32
+
+
+def test_an_answer_ended_by_a_stop_string_tells_of_the_cache_too(mesh):
+    case = max(GOLDEN, key=lambda c: len(c["ids"]))
+    complete(mesh.base_url, case)
+    stop = case["text"][4:9]
+    answer = complete(mesh.base_url, case, stop=[stop])
+    assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["text"]) == (
+        "stop",
+        case["text"][: case["text"].index(stop)],
+    )
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(case["ids"]) - 32
 
 
 def test_all_cases_at_once(mesh):
