@@ -23,8 +23,8 @@ log = structlog.get_logger()
 
 Raw = Callable[[Incoming, Any, str], Awaitable[None]]
 
-_OPEN_PATHS = frozenset(("/health",))
-"""Liveness needs no key."""
+_OPEN_PATHS = frozenset(("/health", "/ready"))
+"""Probes of a load balancer or a cluster carry no key; to them /ready says yes or no and nothing else."""
 
 
 class Front:
@@ -98,9 +98,12 @@ def build(gateway: Gateway, keys: Keys, ops_app: App) -> Front:
         return {"version": version}
 
     @app.get("/ready", responses={503: {"description": "The mesh does not answer; `reason` says why"}})
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         state = gateway.canary.readiness()
-        body = schema.dump({"ready": state.ok, "reason": state.reason, "model": card.name})
+        answer: dict[str, Any] = {"ready": state.ok}
+        if keys.opens(request.headers.get("authorization", "").encode("latin-1")):
+            answer |= {"reason": state.reason, "model": card.name}
+        body = schema.dump(answer)
         headers = {} if state.ok else {"retry-after": "1"}
         return Response(body, 200 if state.ok else 503, headers, "application/json")
 

@@ -225,11 +225,10 @@ KEYS = {"sk-alice-0123456789": "alice", "sk-bob": "bob"}
     ["", "Bearer", "Bearer ", "Bearer sk-bo", "Bearer sk-bobx", "Basic sk-bob", "sk-bob",
      "Bearer " + "x" * 10_000, "Bearer sk-alice-012345678", "Bearer \xff\xfe"],
 )  # fmt: skip
-async def test_without_a_right_key_every_route_but_liveness_is_401(tiny_folder: Path, header: str) -> None:
+async def test_without_a_right_key_every_route_but_the_probes_is_401(tiny_folder: Path, header: str) -> None:
     async with gateway_on(tiny_folder, keys=KEYS) as mesh:
         routes = [
-            ("GET", p)
-            for p in ("/v1/models", "/ready", "/metrics", "/version", "/nothing", "/openapi.json", "/docs")
+            ("GET", p) for p in ("/v1/models", "/metrics", "/version", "/nothing", "/openapi.json", "/docs")
         ]
         routes += [
             ("POST", p)
@@ -246,6 +245,9 @@ async def test_without_a_right_key_every_route_but_liveness_is_401(tiny_folder: 
             assert reply.status == 401, path
             assert reply.error["code"] == "invalid_api_key"
         assert (await mesh.get("/health")).status == 200
+        probe = await mesh.request("GET", "/ready", b"", {"authorization": header} if header else {})
+        assert set(probe.json) == {"ready"}
+        assert probe.status in (200, 503)
 
 
 async def test_tenants_never_share_a_salt_whatever_they_ask_for(tiny_folder: Path) -> None:
