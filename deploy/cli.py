@@ -87,9 +87,12 @@ def _build() -> "typer.Typer":
             str, typer.Option(help="A name (smol), a Hugging Face folder, or a .gguf file.")
         ] = "smollm2-135m-instruct",
         instances: Annotated[int, typer.Option(min=1, max=64, help="Model replicas.")] = 1,
-        dtype: Annotated[Literal["float32", "float16"], typer.Option(help="Weights in memory.")] = "float16",
+        dtype: Annotated[
+            Literal["float32", "float16", "bfloat16"],
+            typer.Option(help="Weights in memory; bfloat16 on CUDA only."),
+        ] = "float16",
         kv_dtype: Annotated[
-            Literal["", "float32", "float16"],
+            Literal["", "float32", "float16", "bfloat16"],
             typer.Option(help="KV cache; empty: as the worker chooses."),
         ] = "",
         kv_memory: Annotated[str, typer.Option(help="Memory for KV of each instance.")] = "512MiB",
@@ -112,6 +115,7 @@ def _build() -> "typer.Typer":
         threads: Annotated[
             int, typer.Option(min=0, help="Compute threads per instance; 0: cores shared out.")
         ] = 0,
+        device: Annotated[str, typer.Option(help="A torch device, e.g. cuda; empty: the CPU.")] = "",
         log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
         set_: Annotated[
             list[str] | None,
@@ -138,6 +142,7 @@ def _build() -> "typer.Typer":
             policy=policy,
             reservation=reservation,
             threads=threads,
+            device=device,
             log_level=log_level,
             set=tuple(set_ or ()),
         )

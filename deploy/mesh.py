@@ -134,6 +134,7 @@ def worker_settings(options: UpOptions, places: Places) -> dict[str, str]:
         "dtype": options.dtype,
         "kv_dtype": options.kv_dtype,
         "kv_memory": options.kv_memory,
+        "device": options.device,
         "threads": str(options.threads or max(1, len(os.sched_getaffinity(0)) // options.instances)),
         "mock": "1" if options.mock else "",
         "max_slots": str(options.max_slots or ""),

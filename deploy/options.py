@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Dtype = Literal["float32", "float16"]
+Dtype = Literal["float32", "float16", "bfloat16"]
 
 
 class BadOption(ValueError):
@@ -33,6 +33,8 @@ class UpOptions:
     reservation: Literal["expected", "max"] = "expected"
     threads: int = 0
     """Compute threads of each instance; 0: the cores shared out evenly."""
+    device: str = ""
+    """A torch device, e.g. cuda; empty: as the worker chooses, which is the CPU."""
     log_level: str = "info"
     set: tuple[str, ...] = ()
     """Further settings of services, each `SERVICE.FIELD=VALUE`."""

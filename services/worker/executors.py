@@ -57,7 +57,7 @@ def torch_executor(settings: WorkerSettings) -> Executor:
         Path(settings.model_dir),
         EngineOptions(
             dtype=settings.dtype,
-            kv_dtype=settings.kv_dtype,
+            kv_dtype=settings.kv_format,
             kv_bytes=parse_bytes(settings.kv_memory),
             block_tokens=settings.block_tokens,
             max_len=settings.max_len or None,

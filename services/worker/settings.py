@@ -15,9 +15,10 @@ class WorkerSettings(ServiceSettings):
 
     model_dir: str = ""
     """Folder with config.json, tokenizer and safetensors. A mock reads only its config.json, if given."""
-    dtype: Literal["float32", "float16"] = "float16"
-    """Of the weights; arithmetic is float32 on CPUs."""
-    kv_dtype: Literal["float32", "float16"] = "float32"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float16"
+    """Of the weights; arithmetic is float32 on CPUs. bfloat16 needs a CUDA device."""
+    kv_dtype: Literal["", "float32", "float16", "bfloat16"] = ""
+    """Of the KV blocks; empty: float32 on CPUs, the weights' dtype on CUDA devices."""
     kv_memory: str = "512MiB"
     """Memory of the KV blocks: a number of bytes, or with KiB, MiB, GiB, TiB."""
     block_tokens: int = 16
@@ -42,6 +43,10 @@ class WorkerSettings(ServiceSettings):
     """Seconds a mock's step takes, whatever is in it."""
     mock_token_s: float = 0.0
     """Seconds a mock takes in addition for each token of a step."""
+
+    @property
+    def kv_format(self) -> str:
+        return self.kv_dtype or (self.dtype if self.device.startswith("cuda") else "float32")
 
     @property
     def slots(self) -> int:

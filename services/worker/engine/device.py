@@ -10,15 +10,27 @@ from numpy.typing import NDArray
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 WEIGHT_DTYPES = ("float32", "float16")
+CUDA_DTYPES = (*WEIGHT_DTYPES, "bfloat16")
 
 
 class Device:
     """One torch device. `weight_dtype` float16 keeps matrices at 16 bit; activations are float32."""
 
     def __init__(self, name: str, weight_dtype: str) -> None:
-        if weight_dtype not in WEIGHT_DTYPES:
-            raise ValueError(f"--dtype {weight_dtype}: choose one of {', '.join(WEIGHT_DTYPES)}")
         self.torch = torch.device(name)
+        if weight_dtype == "bfloat16" and self.torch.type != "cuda":
+            raise ValueError(
+                f"--dtype bfloat16 is computed on CUDA devices only, not on {name}: take float16, as "
+                "small, or --device cuda"
+            )
+        known = CUDA_DTYPES if self.torch.type == "cuda" else WEIGHT_DTYPES
+        if weight_dtype not in known:
+            raise ValueError(f"--dtype {weight_dtype}: choose one of {', '.join(known)}")
+        if self.torch.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"--device {name}: torch {torch.__version__} sees no CUDA device here; check nvidia-smi and "
+                "that torch is a CUDA build, or take --device cpu"
+            )
         self.weight_dtype = weight_dtype
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
@@ -37,5 +49,6 @@ class Device:
             # 16-bit weights, float32 arithmetic (FBGEMM); stock half-precision matmul is far slower here.
             packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
             return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, packed)
-        half, half_bias = self.tensor(weight).half(), None if bias is None else self.tensor(bias).half()
-        return lambda x: F.linear(x.half(), half, half_bias).float()
+        dtype = getattr(torch, self.weight_dtype)
+        half, half_bias = self.tensor(weight).to(dtype), None if bias is None else self.tensor(bias).to(dtype)
+        return lambda x: F.linear(x.to(dtype), half, half_bias).float()

@@ -8,8 +8,8 @@ import torch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.memory import Arena
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
-_DTYPE_BYTES = {"float32": 4, "float16": 2}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,18 @@ class KvCache:
     """One tensor [block, layer, 2 (k, v), kv_head, token, head_dim].
 
     Zeroed: a page costs nothing until it is written, and what is masked in attention is never NaN.
+    On CUDA there is one block more than `blocks`, the last: rows that only fill up a batch write there.
     """
 
     def __init__(self, config: ModelConfig, plan: KvPlan, kv_dtype: str, device: torch.device) -> None:
+        if kv_dtype == "bfloat16" and device.type != "cuda":
+            raise ValueError(
+                f"--kv-dtype bfloat16 is computed on CUDA devices only, not on {device.type}: take float16"
+            )
         self.block_tokens = plan.block_tokens
         self.blocks = plan.blocks
-        shape = (plan.blocks, config.layers, 2, config.kv_heads, plan.block_tokens, config.head_dim)
+        held = plan.blocks + (device.type == "cuda")
+        shape = (held, config.layers, 2, config.kv_heads, plan.block_tokens, config.head_dim)
         dtype = DTYPES[kv_dtype]
         if device.type == "cpu":
             count = math.prod(shape)
