@@ -21,6 +21,7 @@ _FORWARDED = {
     "chat": ("deploy.chat", "Talk to the model in the terminal."),
     "model": ("deploy.model_cli", "Pull, list, verify and import models."),
     "bench": ("deploy.bench.cli", "Measure any OpenAI-compatible server: closed loop, open loop, traces."),
+    "profile": ("deploy.profile", "Measure where the time of an engine step goes."),
 }
 """Command → module with a typer `app`, imported when the command is used."""
 

@@ -1,9 +1,10 @@
 """The forward pass in plain torch: the reference every faster path is tested against, and the fallback."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.device import Device, Linear
 from services.worker.engine.kvcache import KvCache
+from services.worker.engine.native.decoder import PHASES
 from services.worker.engine.rope import rope_tables
 from services.worker.engine.sampler import scan_rows
 from services.worker.engine.weights import LayerWeights, ModelFolder
@@ -32,6 +34,15 @@ class Decoder(Protocol):
 
     def detail(self) -> dict[str, str]:
         """For people: which kernels were chosen and why."""
+        ...
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A decoder that knows where its time goes."""
+
+    def spent(self) -> dict[str, float]:
+        """Seconds of every pass so far by kind of work."""
         ...
 
 
@@ -62,6 +73,8 @@ class TorchDecoder:
         self._layers = [self._load(layer) for layer in folder.layers()]
         cos, sin = rope_tables(self.config)
         self._cos, self._sin = device.tensor(cos), device.tensor(sin)
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._last = 0.0
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         return scan_rows(values)
@@ -69,15 +82,30 @@ class TorchDecoder:
     def detail(self) -> dict[str, str]:
         return {"kernels": "torch"}
 
+    def spent(self) -> dict[str, float]:
+        """As `Timed`. On a device that works behind our back: the time to tell it what to do."""
+        return dict(self._spent)
+
+    def _tick(self, phase: str) -> None:
+        """Everything since the last call was `phase`."""
+        now = time.perf_counter()
+        self._spent[phase] += now - self._last
+        self._last = now
+
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         c, d = self.config, self._device
+        self._last = time.perf_counter()
         positions = d.index(batch.positions)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         write = d.index(batch.write_block), d.index(batch.write_offset)
         attend = self._attention(batch)
         x = self._embed[d.index(batch.tokens)]
+        self._tick("embed")
         for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(rms_norm(x, layer.input_norm, c.norm_eps))
+            normed = rms_norm(x, layer.input_norm, c.norm_eps)
+            self._tick("norm")
+            qkv = layer.qkv(normed)
+            self._tick("qkv")
             q, k, v = qkv.split((c.q_size, c.kv_size, c.kv_size), dim=-1)
             q = q.view(-1, c.heads, c.head_dim)
             k = k.view(-1, c.kv_heads, c.head_dim)
@@ -86,10 +114,23 @@ class TorchDecoder:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             self._kv.data[write[0], i, 0, :, write[1]] = k.to(self._kv.data.dtype)
             self._kv.data[write[0], i, 1, :, write[1]] = v.view(k.shape).to(self._kv.data.dtype)
-            x = x + layer.out(attend(i, q).reshape(-1, c.q_size))
-            gate, up = layer.gate_up(rms_norm(x, layer.post_norm, c.norm_eps)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        return self._head(rms_norm(x[d.index(batch.logit_tokens)], self._norm, c.norm_eps))
+            self._tick("rope and KV write")
+            attended = attend(i, q).reshape(-1, c.q_size)
+            self._tick("attention")
+            x = x + layer.out(attended)
+            self._tick("out")
+            normed = rms_norm(x, layer.post_norm, c.norm_eps)
+            self._tick("norm")
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            act = F.silu(gate) * up
+            self._tick("gate and up")
+            x = x + layer.down(act)
+            self._tick("down")
+        normed = rms_norm(x[d.index(batch.logit_tokens)], self._norm, c.norm_eps)
+        self._tick("norm")
+        logits = self._head(normed)
+        self._tick("head")
+        return logits
 
     def _load(self, w: LayerWeights) -> _Layer:
         d = self._device

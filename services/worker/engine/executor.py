@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from services.worker.engine.batch import RaggedBatch, build_batch, prompt_logprob_span
-from services.worker.engine.decoder import Decoder, TorchDecoder
+from services.worker.engine.decoder import Decoder, Timed, TorchDecoder
 from services.worker.engine.device import Device
 from services.worker.engine.kvcache import KvCache, plan_kv
 from services.worker.engine.native.build import KernelsUnavailable
@@ -59,6 +59,8 @@ class TorchExecutor:
         device = Device(options.device, options.dtype)
         plan = plan_kv(config, options.kv_dtype, options.kv_bytes, options.block_tokens)
         self._kv = KvCache(config, plan, options.kv_dtype, device.torch)
+        self.config = config
+        self._batch_s = self._forward_s = self._sample_s = 0.0
         self._decoder, reason = choose_decoder(folder, device, self._kv, options.kernels, threads)
         # With native kernels torch only helps with sampling: a second pool of threads would be in their way.
         torch.set_num_threads(threads if isinstance(self._decoder, TorchDecoder) else 1)
@@ -90,6 +92,15 @@ class TorchExecutor:
     def info(self) -> ExecutorInfo:
         return self._info
 
+    @property
+    def kv(self) -> KvCache:
+        return self._kv
+
+    def spent(self) -> dict[str, float]:
+        """Seconds of all steps so far by kind of work, in the order of a step."""
+        inside = self._decoder.spent() if isinstance(self._decoder, Timed) else {"forward": self._forward_s}
+        return {"batch building": self._batch_s, **inside, "sampling": self._sample_s}
+
     @torch.inference_mode()
     def run(self, step: StepInput, slots: SlotArrays) -> StepOutput:
         """Compute one step. Rows whose logits are not finite get token -2; the others are not affected.
@@ -101,12 +112,18 @@ class TorchExecutor:
         output = StepOutput(tokens=np.full(len(step.slots), -1, np.int32))
         if not len(step.slots):
             return output
+        begun = time.perf_counter()
         batch = build_batch(step, slots, self._kv.block_tokens)
         if int(batch.block_table.max()) >= self._kv.blocks:
             raise ValueError(f"block {batch.block_table.max()} of {self._kv.blocks}")
+        built = time.perf_counter()
         logits = self._decoder.forward(batch).cpu()
+        computed = time.perf_counter()
         output.prompt_logprobs = _prompt_logprobs(logits, batch, step, slots)
         self._sample(logits, batch, step, slots, output)
+        self._batch_s += built - begun
+        self._forward_s += computed - built
+        self._sample_s += time.perf_counter() - computed
         return output
 
     def close(self) -> None:

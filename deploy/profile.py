@@ -1,0 +1,145 @@
+"""`hortator profile`: where the time of an engine step goes on this machine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+
+from shared.model import ModelError, resolve
+
+app = typer.Typer(help="Measure where the time goes.", no_args_is_help=True, add_completion=False)
+
+MODULE = "services.worker.engine.profile"
+
+
+@app.callback()
+def _several() -> None:
+    """Measure where the time goes."""
+
+
+@app.command()
+def engine(
+    model: Annotated[
+        str, typer.Option(help="A name (smol), a Hugging Face folder, or a .gguf file.")
+    ] = "smollm2-135m-instruct",
+    dtype: Annotated[str, typer.Option(help="Weights in memory, as `hortator up --dtype`.")] = "float16",
+    kv_dtype: Annotated[Literal["float32", "float16"], typer.Option(help="KV cache.")] = "float32",
+    kv_memory: Annotated[str, typer.Option(help="Memory for KV.")] = "1GiB",
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0: as the engine chooses.")] = 0,
+    kernels: Annotated[
+        Literal["auto", "native", "torch"], typer.Option(help="Which kernels; auto: as the engine chooses.")
+    ] = "auto",
+    temperature: Annotated[float, typer.Option(min=0, help="Of the rows that are sampled; 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Of the rows that are sampled.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Time for each kind of step.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the shares into this PNG file.")] = None,
+) -> None:
+    """Run steady steps of the engine, as a worker runs them, and print what each kind of work takes.
+
+    Measure on an idle machine: the figures are those of this moment.
+    """
+    try:
+        folder = resolve(model).path
+    except ModelError as error:
+        _fail(str(error))
+    given = {
+        "dtype": dtype,
+        "kv-dtype": kv_dtype,
+        "kv-memory": kv_memory,
+        "threads": threads,
+        "kernels": kernels,
+        "temperature": temperature,
+        "top-p": top_p,
+        "seconds": seconds,
+    }
+    options = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    # The engine lives in the worker, and only there is torch: it runs in a process of its own.
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", MODULE, str(folder), *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        _fail(f"the engine could not be measured (exit status {done.returncode}); the reason stands above")
+    report = json.loads(done.stdout)
+    if plot is not None:
+        draw(report, plot)
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        _print_tables(report)
+
+
+def _fail(reason: str) -> NoReturn:
+    print(f"hortator profile: {reason}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def _print_tables(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=100)
+    peaks, detail = report["peaks"], report["detail"]
+    console.print(
+        f"{report['model']}  {detail['dtype']}, KV {detail['kv_dtype']}, {detail['kernels']} kernels, "
+        f"{detail['threads']} thread(s)",
+        highlight=False,
+    )
+    console.print(
+        f"this process at best: {peaks['matmul_gf_s']:.1f} GF/s in a float32 product, "
+        f"{peaks['read_gb_s']:.1f} GB/s read from memory",
+        highlight=False,
+    )
+    for profile in report["profiles"]:
+        table = Table(
+            title=f"{profile['workload']}: {profile['step_s'] * 1e3:.2f} ms a step "
+            f"(mean of {profile['steps']})",
+            title_justify="left",
+        )
+        table.add_column("work")
+        for heading in ("ms", "share", "GF/s", "of peak", "GB/s", "of peak"):
+            table.add_column(heading, justify="right")
+        for op in profile["ops"]:
+            rates = [
+                text
+                for field, peak in (("gf_s", peaks["matmul_gf_s"]), ("gb_s", peaks["read_gb_s"]))
+                for text in _rate(op[field], peak)
+            ]
+            table.add_row(op["name"], f"{op['seconds'] * 1e3:.3f}", f"{op['share']:.1%}", *rates)
+        console.print(table)
+
+
+def _rate(value: float | None, peak: float) -> tuple[str, str]:
+    return ("", "") if value is None else (f"{value:.1f}", f"{value / peak:.0%}")
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Shares of each kind of work, one bar per workload, into a PNG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    profiles = report["profiles"]
+    names = [op["name"] for op in profiles[0]["ops"]]
+    colours = pyplot.get_cmap("tab20")
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.7 * len(profiles)), layout="constrained")
+    labels = [f"{p['workload']}\n{p['step_s'] * 1e3:.1f} ms" for p in profiles]
+    left = [0.0] * len(profiles)
+    for number, name in enumerate(names):
+        widths = [100 * p["ops"][number]["share"] for p in profiles]
+        axes.barh(labels, widths, left=left, label=name, color=colours(number % 20))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("% of the step")
+    axes.legend(ncols=5, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
