@@ -16,6 +16,7 @@ from services.worker.engine.weights import LayerWeights, ModelFolder
 
 PANEL = 16
 _MAX_GROUP = 256
+_LOGITS_KEPT = 256
 PHASES = ("embed", "norm", "qkv", "rope and KV write", "attention", "out", "gate and up", "down", "head")
 """Kinds of work in a pass, as `src/decoder.cpp` counts them."""
 
@@ -134,6 +135,7 @@ class NativeDecoder:
             team=kernels.team,
         )
         self._spent = np.zeros(len(PHASES))
+        self._logits = torch.empty(0, round_up(c.vocab_size))
         self._room = 0
         self._grow(64)
 
@@ -147,11 +149,17 @@ class NativeDecoder:
         """Seconds of every pass so far by kind of work."""
         return dict(zip(PHASES, self._spent.tolist()))
 
+    def use(self, kernels: Kernels) -> None:
+        """Compute with another team from now on."""
+        self._kernels = kernels
+        self._model.team = kernels.team
+
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """As `Decoder`; the logits are overwritten by the next call."""
         if batch.size > self._room:
             self._grow(batch.size)
         wanted = len(batch.logit_tokens)
-        logits = torch.empty(wanted, round_up(self.config.vocab_size))
+        logits = self._logits_of(wanted)
         view = abi.Batch(
             tokens=batch.size,
             rows=batch.rows,
@@ -168,6 +176,16 @@ class NativeDecoder:
         out = logits.data_ptr(), self._spent.ctypes.data
         self._kernels.library.hortator_forward(self._model, view, self._buffers, *out)
         return logits[:, : self.config.vocab_size]
+
+    def _logits_of(self, rows: int) -> torch.Tensor:
+        """Room for the logits of `rows` tokens. Kept between steps up to a size that only prompt logprobs
+        exceed: fresh memory is mapped and zeroed page by page every time."""
+        if rows <= len(self._logits):
+            return self._logits[:rows]
+        fresh = torch.empty(max(rows, min(2 * len(self._logits), _LOGITS_KEPT)), self._logits.shape[1])
+        if len(fresh) <= _LOGITS_KEPT:
+            self._logits = fresh
+        return fresh[:rows]
 
     def _layer(self, w: LayerWeights) -> abi.Layer:
         return abi.Layer(
