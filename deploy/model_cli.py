@@ -1,4 +1,4 @@
-"""`hortator model pull|list|verify|import`: the node's model cache by hand."""
+"""`hortator model pull|list|verify|import|rm`: the node's model cache by hand."""
 
 import re
 import sys
@@ -11,11 +11,15 @@ from rich.table import Table
 
 from shared.model import CATALOG, ModelError, ModelFolder, resolve
 from shared.model.cache import ModelCache
-from shared.model.manifest import differences, read_manifest
+from shared.model.catalog import find
+from shared.model.conversion import is_stale, key_of_catalog
+from shared.model.manifest import Manifest, differences, read_manifest
 from shared.model.progress import on_stderr
 from shared.model.resolve import import_file
 
-app = typer.Typer(help="Pull, list, verify and import models.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Pull, list, verify, import and remove models.", no_args_is_help=True, add_completion=False
+)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
@@ -40,13 +44,66 @@ def list_models() -> None:
     table = Table("name", "aliases", "cached", "source")
     for known in CATALOG:
         origin = f"pypi {known.source.package}=={known.source.version}, {known.licence}"
-        table.add_row(known.name, ", ".join(known.aliases), _size(cache, known.name), origin)
+        folder = key_of_catalog(known)
+        table.add_row(known.name, ", ".join(known.aliases), _size(cache, folder), origin)
+    stale = _stale(cache)
     for name in cache.names():
-        if all(name != known.name for known in CATALOG):
-            manifest = read_manifest(cache.folder(name))
-            table.add_row(name, "", _size(cache, name), manifest.source if manifest else "")
+        if all(name != key_of_catalog(known) for known in CATALOG):
+            manifest = _manifest(cache, name)
+            origin = manifest.source if manifest else "damaged manifest"
+            table.add_row(name, "", _size(cache, name), f"stale: {origin}" if name in stale else origin)
     Console().print(table)
     print(f"cache: {cache.models}")
+    if stale:
+        size = sum(cache.size(name) for name in stale) / 1e6
+        print(f"{len(stale)} stale, {size:.0f} MB: remove with `hortator model rm --stale`")
+
+
+@app.command()
+def rm(
+    models: Annotated[list[str] | None, typer.Argument(help="Names as `list` shows them.")] = None,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="What other versions of hortator converted.")
+    ] = False,
+) -> None:
+    """Remove models from the cache. A mesh that serves one goes on, but cannot start its workers again."""
+    cache = ModelCache()
+    if not models and not stale:
+        _fail("name models to remove, or --stale; `hortator model list` shows what there is")
+    names = [_folder_of(cache, model) for model in models or ()]
+    names += [name for name in _stale(cache) if stale and name not in names]
+    for name in names:
+        print(f"removed {name}, {cache.remove(name) / 1e6:.0f} MB")
+    if stale and (freed := cache.sweep()):
+        print(f"removed what interrupted conversions left, {freed / 1e6:.0f} MB")
+    if not names:
+        print("nothing is stale")
+
+
+def _folder_of(cache: ModelCache, model: str) -> str:
+    """The cache's folder called so, or the only one of a model called so."""
+    known = find(model)
+    wanted = key_of_catalog(known) if known else model
+    names = cache.names()
+    if wanted in names:
+        return wanted
+    named = [name for name in names if (m := _manifest(cache, name)) and m.name == model]
+    if len(named) != 1:
+        found = f"; it may be {' or '.join(named)}" if named else ""
+        _fail(f"{model!r} is not one folder in the cache ({cache.models}){found}")
+    return named[0]
+
+
+def _stale(cache: ModelCache) -> list[str]:
+    return [name for name in cache.names() if (m := _manifest(cache, name)) and is_stale(name, m)]
+
+
+def _manifest(cache: ModelCache, name: str) -> Manifest | None:
+    """None where it is damaged: such a folder is still to be listed and removed."""
+    try:
+        return read_manifest(cache.folder(name))
+    except ModelError:
+        return None
 
 
 @app.command()
@@ -55,8 +112,9 @@ def verify(
 ) -> None:
     """Hash every file of cached models and compare with their manifests. Exit status 1 if any differs."""
     cache = ModelCache()
-    known = next((m.name for m in CATALOG if model.lower() in (m.name, *m.aliases)), model)
-    names = [known] if known else cache.names()
+    known = find(model)
+    wanted = key_of_catalog(known) if known else model
+    names = [wanted] if wanted else cache.names()
     bad = False
     for name in names:
         try:
@@ -71,7 +129,7 @@ def verify(
         bad = bad or bool(found)
         print(f"{name}: {'; '.join(found) if found else f'{len(manifest.files)} files are intact'}")
         if found:
-            print(f"  remove {cache.folder(name)} and run `hortator model pull` again")
+            print(f"  `hortator model rm {name}`, then pull or import it again")
     raise typer.Exit(1 if bad else 0)
 
 
@@ -93,11 +151,12 @@ def import_model(
 
 def _show(folder: ModelFolder) -> None:
     print(f"{folder.name}: {folder.path}")
+    if folder.chat_template is None:
+        print(f"{folder.name} has no chat template: it completes texts, but answers no chat requests")
 
 
 def _size(cache: ModelCache, name: str) -> str:
-    manifest = read_manifest(cache.folder(name)) if cache.has(name) else None
-    return f"{sum(e.size for e in manifest.files.values()) / 1e6:.0f} MB" if manifest else "no"
+    return f"{cache.size(name) / 1e6:.0f} MB" if cache.has(name) else "no"
 
 
 def _fail(problem: object) -> NoReturn:

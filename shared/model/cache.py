@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -64,9 +64,32 @@ class ModelCache:
                 raise
         return target
 
-    def remove(self, name: str) -> None:
+    def size(self, name: str) -> int:
+        """Bytes on disk."""
+        return bytes_under(self.folder(name))
+
+    def remove(self, name: str) -> int:
+        """Take the folder away, whole or not at all; returns the bytes it had."""
         with self._lock(name):
-            shutil.rmtree(self.folder(name), ignore_errors=True)
+            size = self.size(name)
+            grave = Path(tempfile.mkdtemp(prefix=f".{name}.build-", dir=self.models))
+            try:
+                if self.folder(name).exists():
+                    self.folder(name).rename(grave / name)
+            finally:
+                shutil.rmtree(grave, ignore_errors=True)
+        return size
+
+    def sweep(self) -> int:
+        """Remove what killed builds left; one at work holds its lock and stays. Returns the bytes freed."""
+        freed = 0
+        for left in self.models.glob(".*.build-*"):
+            name = left.name[1:].rpartition(".build-")[0]
+            with self._lock(name, wait=False) as held:
+                if held:
+                    freed += bytes_under(left)
+                    shutil.rmtree(left, ignore_errors=True)
+        return freed
 
     def content_hash(self, file: Path) -> str:
         """SHA-256 of a large file; computed again only when its size or modification time changed."""
@@ -88,9 +111,24 @@ class ModelCache:
         return digest
 
     @contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
+    def _lock(self, name: str, wait: bool = True) -> Iterator[bool]:
+        """Whether the lock is ours: always, unless `wait` is false."""
         self.models.mkdir(parents=True, exist_ok=True)
         # The lock file stays: removing it would let a third process lock a different inode.
         with (self.models / f".{name}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+
+def bytes_under(folder: Path) -> int:
+    """Bytes of all files in it, though others may be moving and removing them meanwhile."""
+    total = 0
+    for where, _, files in os.walk(folder):  # unlike Path.rglob, it goes on past a folder that has just gone
+        for file in files:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(where, file)).st_size
+    return total

@@ -24,6 +24,9 @@ class CatalogModel:
     source: WheelSource
     licence: str
     description: str
+    converter: int = 1
+    """The first version of the converter whose output is the right one: the file is pinned, so this is known,
+    and nobody has to fetch the model again for a version that changes nothing in it."""
 
 
 CATALOG: tuple[CatalogModel, ...] = (

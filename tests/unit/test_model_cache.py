@@ -1,10 +1,11 @@
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shared.model.cache import ModelCache
+from shared.model.cache import ModelCache, bytes_under
 from shared.model.manifest import MANIFEST, differences, read_manifest, write_manifest
 
 
@@ -62,6 +63,40 @@ def test_what_a_killed_build_left_is_swept_by_the_next_one(tmp_path):
     left.mkdir(parents=True)
     cache.ensure("m", filled)
     assert not left.exists()
+
+
+def test_counting_bytes_survives_folders_that_vanish_meanwhile(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "kept").write_bytes(b"12345")
+    scandir = os.scandir
+
+    def racing(path):
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", racing)
+    assert bytes_under(tmp_path) == 5
+
+
+def test_removal_frees_a_model_and_sweeping_leaves_a_build_at_work_alone(tmp_path):
+    cache = ModelCache(tmp_path)
+    cache.ensure("m", filled)
+    size = cache.size("m")
+    assert cache.remove("m") == size > 0
+    assert cache.names() == []
+    assert cache.remove("m") == 0
+    (cache.models / ".killed.build-x").mkdir()
+    (cache.models / ".killed.build-x" / "half").write_text("four")
+
+    def build(folder):
+        filled(folder)
+        assert ModelCache(tmp_path).sweep() == 4
+        assert folder.is_dir()
+
+    cache.ensure("busy", build)
+    assert cache.names() == ["busy"]
+    assert not list(cache.models.glob(".*.build-*"))
 
 
 def test_verification_names_changed_cut_and_missing_files(tmp_path):
