@@ -1,10 +1,13 @@
 """Small GGUF files written with the reference writer, for tests of their import."""
 
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter
+from gguf import GGUFReader, GGUFWriter
+from gguf import GGUFValueType as Value
 from gguf.quants import quantize
 
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, LAYERS = 64, 4, 2, 96, 300, 2
@@ -73,3 +76,46 @@ def write(path: Path, tensors, kind=Kind.F32, arch="llama", pre="smollm", model=
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def encode(text: str) -> bytes:
+    body = text.encode()
+    return struct.pack("<Q", len(body)) + body
+
+
+def rewrite(file: Path, changed: dict[str, tuple[Value, Any] | None]) -> bytes:
+    """The file's bytes with metadata changed: (type, value) for a key, None to leave it out. Tensors stay."""
+    reader = GGUFReader(file)
+    fields = {n: f for n, f in reader.fields.items() if not n.startswith("GGUF.")}
+    entries = [
+        encode(name) + b"".join(part.tobytes() for part in field.parts[2:])
+        for name, field in fields.items()
+        if name not in changed
+    ]
+    entries += [encode(name) + _value(*made) for name, made in changed.items() if made is not None]
+    infos = b"".join(part.tobytes() for t in reader.tensors for part in t.field.parts)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(reader.tensors), len(entries)) + b"".join(entries) + infos
+    return head + b"\0" * (-len(head) % 32) + file.read_bytes()[reader.data_offset :]
+
+
+_CODES = {
+    Value.UINT16: "<H",
+    Value.UINT32: "<I",
+    Value.INT32: "<i",
+    Value.INT64: "<q",
+    Value.FLOAT32: "<f",
+    Value.BOOL: "<?",
+}
+
+
+def _value(kind: Value, value: Any) -> bytes:
+    return struct.pack("<I", kind) + _body(kind, value)
+
+
+def _body(kind: Value, value: Any) -> bytes:
+    if kind == Value.STRING:
+        return encode(value)
+    if kind != Value.ARRAY:
+        return struct.pack(_CODES[kind], value)
+    of = {str: Value.STRING, bool: Value.BOOL, float: Value.FLOAT32}.get(type((value or [0])[0]), Value.INT32)
+    return struct.pack("<IQ", of, len(value)) + b"".join(_body(of, v) for v in value)
