@@ -1,0 +1,110 @@
+"""Drawing tokens where the logits are, for rows whose sampling needs no history and no filter.
+
+The rules are those of `services.worker.engine.sampler`; whatever is not plain is drawn there, on the host.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.engine.sampler import NOT_FINITE
+from services.worker.engine.uniform import uniforms
+from services.worker.step import I32, SlotArrays, StepInput
+from shared.wire import Sampling
+
+
+@dataclass(frozen=True)
+class PlainDraw:
+    """The rows of a step that sample, in order."""
+
+    slots: I32
+    temperature: NDArray[np.float32]
+    """0: the most likely token."""
+    uniform: NDArray[np.float64]
+
+
+class PlainDraws:
+    """Tells per step whether all of it can be drawn on the device; remembers what it found per slot."""
+
+    def __init__(self) -> None:
+        self._seen = np.zeros(0, np.int64)
+
+    def of(self, step: StepInput, slots: SlotArrays) -> PlainDraw | None:
+        """What to draw, or None if some row needs the host or none samples."""
+        rows = step.slots
+        if len(self._seen) != len(slots.version):
+            size = len(slots.version)
+            self._seen, self._plain = np.full(size, -1, np.int64), np.zeros(size, np.bool_)
+            self._temperature, self._seed = np.zeros(size, np.float32), np.zeros(size, np.uint64)
+        for slot in rows[self._seen[rows] != slots.version[rows]].tolist():
+            self._look(slot, slots)
+        sampled = rows[step.samples]
+        if not len(sampled) or not self._plain[rows].all():
+            return None
+        index = slots.known[sampled] - slots.prompt_len[sampled]
+        choices = slots.choice[sampled].astype(np.uint64)
+        drawn = uniforms(self._seed[sampled], choices, index.astype(np.uint64))
+        return PlainDraw(sampled, self._temperature[sampled], drawn)
+
+    def _look(self, slot: int, slots: SlotArrays) -> None:
+        sampling = slots.sampling[slot]
+        if sampling is None:
+            raise ValueError(f"slot {slot} is free but computes")
+        self._seen[slot] = slots.version[slot]
+        self._plain[slot] = is_plain(sampling)
+        self._temperature[slot] = sampling.temperature
+        self._seed[slot] = sampling.seed & (2**64 - 1)
+
+
+def is_plain(s: Sampling) -> bool:
+    """Whether the token follows from the logits, the temperature and one uniform."""
+    unfiltered = s.top_k <= 0 and s.top_p >= 1.0 and s.min_p <= 0.0
+    return (
+        (unfiltered or s.temperature <= 0)
+        and s.logprobs is None
+        and s.prompt_logprobs is None
+        and not s.logit_bias
+        and not (s.min_tokens and s.stop_token_ids)
+        and s.repetition_penalty == 1.0
+        and not s.presence_penalty
+        and not s.frequency_penalty
+    )
+
+
+def draw_plain(logits: torch.Tensor, plan: PlainDraw) -> torch.Tensor:
+    """Token of each row of `logits` [rows, vocab] (float32), int64 on their device; nobody waits.
+
+    `NOT_FINITE` where a row holds NaN or infinity.
+    """
+    low, high = logits.aminmax(dim=-1)
+    tokens = logits.argmax(dim=-1)
+    if plan.temperature.any():
+        # Rows that take the most likely token go through as well, at temperature 1.
+        numbers = np.stack([plan.temperature, plan.uniform])
+        temperature, uniform = _upload(torch.from_numpy(numbers), logits.device)
+        warm = torch.where(temperature > 0, temperature, 1.0).float()
+        below = (logits - high[:, None]) / warm[:, None]
+        ends = below.exp().double().cumsum(dim=-1)
+        total = ends[:, -1:]
+        place = torch.searchsorted(ends, uniform[:, None] * total, right=True)
+        # A product that rounds up to the total would point behind the last that has any weight.
+        last = torch.searchsorted(ends, total.contiguous())
+        drawn = torch.minimum(place, last)[:, 0]
+        tokens = torch.where(temperature > 0, drawn, tokens)
+    return torch.where(low.isfinite() & high.isfinite(), tokens, NOT_FINITE)
+
+
+def to_host(value: torch.Tensor) -> torch.Tensor:
+    """`value` on the CPU, through pinned memory if it comes from a device."""
+    if value.device.type != "cuda":
+        return value
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    torch.cuda.current_stream(value.device).synchronize()
+    return host
+
+
+def _upload(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
