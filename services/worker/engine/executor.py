@@ -1,6 +1,5 @@
 """The engine as the worker sees it: `TorchExecutor` computes one step after the other."""
 
-import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +8,10 @@ import numpy as np
 import torch
 
 from services.worker.engine.batch import RaggedBatch, build_batch, prompt_logprob_span
-from services.worker.engine.decoder import Decoder, Timed, TorchDecoder
+from services.worker.engine.choose import Scope, choose
+from services.worker.engine.decoder import Timed
 from services.worker.engine.device import Device
 from services.worker.engine.kvcache import KvCache, plan_kv
-from services.worker.engine.native.build import KernelsUnavailable
-from services.worker.engine.native.decoder import Kernels, NativeDecoder, why_not
 from services.worker.engine.sampler import NOT_FINITE, SampleRow, sample, top_logprobs
 from services.worker.engine.weights import ModelFolder
 from services.worker.step import (
@@ -23,8 +21,6 @@ from services.worker.step import (
     StepInput,
     StepOutput,
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,14 @@ class EngineOptions:
     max_len: int | None = None
     """Tokens a sequence may have; None: what the model was trained for."""
     threads: int | None = None
+    """None: as many as measure best."""
     device: str = "cpu"
     kernels: str = "auto"
-    """`native`: compiled kernels or no start; `torch`: none; `auto`: fall back to torch, and say so."""
-    measure_s: float = 1.5
-    """Time the start may spend on measuring its speed."""
+    """`native`: compiled kernels or no start; `torch`: none; `auto`: whichever is faster."""
+    cores: tuple[int, ...] = ()
+    """Cores nobody else computes on, so that threads may be pinned to them; empty: unknown."""
+    measure_s: float = 2.0
+    """Time the start may spend on measuring what is fastest; 0: it takes what is most likely."""
 
 
 class TorchExecutor:
@@ -53,7 +52,6 @@ class TorchExecutor:
     """
 
     def __init__(self, model_dir: Path, options: EngineOptions = EngineOptions()) -> None:
-        threads = options.threads or torch.get_num_threads()
         folder = ModelFolder(model_dir, options.max_len)
         config = folder.config
         device = Device(options.device, options.dtype)
@@ -61,30 +59,26 @@ class TorchExecutor:
         self._kv = KvCache(config, plan, options.kv_dtype, device.torch)
         self.config = config
         self._batch_s = self._forward_s = self._sample_s = 0.0
-        self._decoder, reason = choose_decoder(folder, device, self._kv, options.kernels, threads)
-        # With native kernels torch only helps with sampling: a second pool of threads would be in their way.
-        torch.set_num_threads(threads if isinstance(self._decoder, TorchDecoder) else 1)
         fingerprint = folder.fingerprint(options.dtype, options.kv_dtype)
+        scope = Scope(options.kernels, options.threads, options.cores, options.measure_s)
+        made = choose(folder, device, self._kv, scope, fingerprint)
+        self._decoder = made.decoder
         folder.close()
-        prefill, decode = measure_speed(self._decoder, self._kv, config.max_len, options.measure_s)
         detail = {
             "model": config.family,
             "dtype": options.dtype,
             "kv_dtype": options.kv_dtype,
             "device": options.device,
-            "threads": str(threads),
             "block_bytes": str(plan.block_bytes),
-        } | self._decoder.detail()
-        if reason:
-            detail["kernels_reason"] = reason
+        } | made.detail()
         self._info = ExecutorInfo(
             fingerprint=fingerprint,
             block_tokens=plan.block_tokens,
             blocks_total=plan.blocks,
             max_len=config.max_len,
             vocab_size=config.vocab_size,
-            prefill_tok_s=prefill,
-            decode_step_s=decode,
+            prefill_tok_s=made.speed.prefill_tok_s,
+            decode_step_s=made.speed.decode_step_s,
             detail=tuple(sorted(detail.items())),
         )
 
@@ -150,29 +144,6 @@ class TorchExecutor:
                 self._kv.data[int(block)].nan_to_num_(0.0, 0.0, 0.0)
 
 
-def choose_decoder(
-    folder: ModelFolder, device: Device, kv: KvCache, kernels: str, threads: int
-) -> tuple[Decoder, str | None]:
-    """The fastest decoder for this model here, and why it is not the native one (None if it is).
-
-    Raises `KernelsUnavailable` if `kernels` insists on native ones that cannot be had.
-    """
-    if kernels not in ("auto", "native", "torch"):
-        raise ValueError(f"--kernels {kernels}: choose auto, native or torch")
-    if kernels == "torch" or (device.torch.type != "cpu" and kernels == "auto"):
-        return TorchDecoder(folder, device, kv), f"{kernels} on {device.torch.type}"
-    try:
-        if reason := why_not(folder.config, kv):
-            raise KernelsUnavailable(reason)
-        half = device.weight_dtype == "float16"
-        return NativeDecoder(Kernels(threads), folder, half, kv), None
-    except KernelsUnavailable as error:
-        if kernels == "native":
-            raise
-        log.warning("native kernels are not used, torch is slower: %s", error)
-        return TorchDecoder(folder, device, kv), str(error)
-
-
 def _sample_row(slots: SlotArrays, slot: int) -> SampleRow:
     sampling = slots.sampling[slot]
     if sampling is None:
@@ -202,41 +173,3 @@ def _prompt_logprobs(
         rows = top_logprobs(raw, slots.tokens[slot, first:stop], [sampling.prompt_logprobs] * (stop - first))
         found[row] = PromptLogprobs(first, [chosen for chosen, _ in rows], [top for _, top in rows])
     return found
-
-
-def measure_speed(decoder: Decoder, kv: KvCache, max_len: int, budget_s: float) -> tuple[float, float]:
-    """(prefill tokens/s, seconds of a decode step of one row), each the best of what `budget_s` allows.
-
-    Writes into block 0 onwards: run it before any sequence exists.
-    """
-    chunk = max(1, min(128, max_len, kv.blocks * kv.block_tokens))
-    deadline = time.perf_counter() + budget_s
-    prefill = _best_time(decoder, _probe(kv, 0, chunk), deadline - budget_s / 2)
-    decode = _best_time(decoder, _probe(kv, chunk - 1, 1), deadline)
-    return chunk / prefill, decode
-
-
-def _best_time(decoder: Decoder, batch: RaggedBatch, deadline: float) -> float:
-    best = float("inf")
-    with torch.inference_mode():
-        for _ in range(8):
-            begun = time.perf_counter()
-            decoder.forward(batch)
-            best = min(best, time.perf_counter() - begun)
-            if time.perf_counter() > deadline:
-                break
-    return best
-
-
-def _probe(kv: KvCache, start: int, count: int) -> RaggedBatch:
-    positions = np.arange(start, start + count, dtype=np.int32)
-    return RaggedBatch(
-        tokens=np.zeros(count, np.int32),
-        positions=positions,
-        row_start=np.array([0, count], np.int32),
-        kv_len=np.array([start + count], np.int32),
-        block_table=np.arange(-(-(start + count) // kv.block_tokens), dtype=np.int32)[None],
-        write_block=positions // kv.block_tokens,
-        write_offset=positions % kv.block_tokens,
-        logit_tokens=np.array([count - 1], np.int32),
-    )
