@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.decoder import Decoder, Timed, TorchDecoder
 from services.worker.engine.device import Device
 from services.worker.engine.kvcache import KvCache, KvPlan
@@ -43,7 +44,7 @@ class Candidate:
     """One way to compute."""
 
     kernels: str
-    """`native` or `torch`."""
+    """`native` or `torch`, or `cuda` on such a device."""
     threads: int
     pinned: bool = False
     """Whether the computing threads stay on the cores given to the instance, the caller on the first."""
@@ -259,9 +260,11 @@ def _on_device(folder: ModelFolder, device: Device, kv: KvCache, scope: Scope) -
     kind = device.torch.type
     if scope.kernels not in ("auto", "torch"):
         raise ValueError(f"--kernels {scope.kernels} on {kind}: choose auto or torch")
-    decoder = TorchDecoder(folder, device, kv)
+    own = kind == "cuda" and scope.kernels == "auto"
+    dtype = getattr(torch, device.weight_dtype)
+    decoder: Decoder = CudaDecoder(folder, kv, dtype) if own else TorchDecoder(folder, device, kv)
     speed = measure_speed(decoder, kv, folder.config.max_len, scope.measure_s / 2)
-    candidate = Candidate("torch", scope.threads or torch.get_num_threads())
+    candidate = Candidate("cuda" if own else "torch", scope.threads or torch.get_num_threads())
     return Choice(decoder, candidate, speed, (), f"{scope.kernels} on {kind}", "the only candidate")
 
 
@@ -340,7 +343,7 @@ def _best_time(decoder: Decoder, batch: RaggedBatch, deadline: float, layers_tim
         for _ in range(8):
             before = _spent(decoder)
             begun = time.perf_counter()
-            decoder.forward(batch)
+            decoder.forward(batch).cpu()
             took = time.perf_counter() - begun
             once = sum(
                 _spent(decoder).get(phase, 0.0) - before.get(phase, 0.0) for phase in ("embed", "head")

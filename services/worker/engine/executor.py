@@ -6,15 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from services.worker.engine.batch import RaggedBatch, build_batch, prompt_logprob_span
 from services.worker.engine.choose import Scope, choose
+from services.worker.engine.cuda.decoder import CudaDecoder
+from services.worker.engine.cuda.draw import to_host
 from services.worker.engine.decoder import Timed
 from services.worker.engine.device import Device
 from services.worker.engine.kvcache import KvCache, plan_kv
 from services.worker.engine.sampler import NOT_FINITE, SampleRow, sample, top_logprobs
 from services.worker.engine.weights import ModelFolder
 from services.worker.step import (
+    I32,
     ExecutorInfo,
     PromptLogprobs,
     SlotArrays,
@@ -111,7 +115,11 @@ class TorchExecutor:
         if int(batch.block_table.max()) >= self._kv.blocks:
             raise ValueError(f"block {batch.block_table.max()} of {self._kv.blocks}")
         built = time.perf_counter()
-        logits = self._decoder.forward(batch).cpu()
+        logits = self._decoder.forward(batch)
+        if isinstance(self._decoder, CudaDecoder):
+            if (tokens := self._decoder.drawn(logits, step, slots)) is not None:
+                return self._take(output, batch, np.flatnonzero(step.samples), tokens)
+            logits = to_host(logits)
         computed = time.perf_counter()
         output.prompt_logprobs = _prompt_logprobs(logits, batch, step, slots)
         self._sample(logits, batch, step, slots, output)
@@ -135,13 +143,19 @@ class TorchExecutor:
         chosen = logits if len(last) == len(logits) else logits[torch.from_numpy(last)]
         rows = [_sample_row(slots, int(slot)) for slot in step.slots[sampled]]
         tokens, logprobs = sample(chosen, rows, self._decoder.scan)
-        output.tokens[sampled] = tokens
         output.logprobs = {int(sampled[i]): found for i, found in logprobs.items()}
+        self._take(output, batch, sampled, tokens)
+
+    def _take(
+        self, output: StepOutput, batch: RaggedBatch, sampled: NDArray[np.intp], tokens: I32
+    ) -> StepOutput:
+        output.tokens[sampled] = tokens
         for row in sampled[tokens == NOT_FINITE]:
             # Their blocks go to other sequences, which mask what they have not written but still multiply it.
             blocks = batch.block_table[row]
             for block in blocks[blocks >= 0]:
                 self._kv.data[int(block)].nan_to_num_(0.0, 0.0, 0.0)
+        return output
 
 
 def _sample_row(slots: SlotArrays, slot: int) -> SampleRow:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.cuda.attention import Attend, choose_attention
-from services.worker.engine.cuda.draw import PlainDraw, draw_plain
+from services.worker.engine.cuda.draw import PlainDraw, PlainDraws, draw_plain, to_host
 from services.worker.engine.cuda.inputs import (
     BUCKETS,
     StepInputs,
@@ -30,6 +30,7 @@ from services.worker.engine.kvcache import KvCache
 from services.worker.engine.rope import rope_tables
 from services.worker.engine.sampler import scan_rows
 from services.worker.engine.weights import LayerWeights, ModelFolder
+from services.worker.step import I32, SlotArrays, StepInput
 
 FED_SLOTS = 4096
 """Slots whose last token is kept on the device."""
@@ -77,6 +78,7 @@ class CudaDecoder:
         self._cos, self._sin = map(self._vector, rope_tables(c))
         self._last = torch.zeros(FED_SLOTS, dtype=torch.int64, device=self._device)
         self._attention, self._reason = choose_attention(c, kv, dtype, self._scratch)
+        self._plans = PlainDraws()
         self._graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
         self._captures = graphs
@@ -107,6 +109,14 @@ class CudaDecoder:
         if len(wanted) == batch.rows:
             return logits[: batch.rows]
         return logits[torch.from_numpy(wanted).to(self._device, torch.int64, non_blocking=True)]
+
+    def drawn(self, logits: torch.Tensor, step: StepInput, slots: SlotArrays) -> I32 | None:
+        """Tokens of the step's sampling rows, drawn here; None if some row's sampling needs the host.
+
+        `logits` are those of the step, no more.
+        """
+        plan = self._plans.of(step, slots)
+        return None if plan is None else to_host(self.draw(logits, plan)).numpy().astype(np.int32)
 
     def draw(self, logits: torch.Tensor, plan: PlainDraw) -> torch.Tensor:
         """The tokens of `draw_plain`, on the device; the device remembers them as each slot's last."""
