@@ -115,14 +115,16 @@ class TorchExecutor:
         if int(batch.block_table.max()) >= self._kv.blocks:
             raise ValueError(f"block {batch.block_table.max()} of {self._kv.blocks}")
         built = time.perf_counter()
-        logits = self._decoder.forward(batch)
+        logits, tokens = self._decoder.forward(batch), None
         if isinstance(self._decoder, CudaDecoder):
-            if (tokens := self._decoder.drawn(logits, step, slots)) is not None:
-                return self._take(output, batch, np.flatnonzero(step.samples), tokens)
-            logits = to_host(logits)
+            tokens = self._decoder.drawn(logits, step, slots)
+            logits = logits if tokens is not None else to_host(logits)
         computed = time.perf_counter()
-        output.prompt_logprobs = _prompt_logprobs(logits, batch, step, slots)
-        self._sample(logits, batch, step, slots, output)
+        if tokens is not None:
+            self._take(output, batch, np.flatnonzero(step.samples), tokens)
+        else:
+            output.prompt_logprobs = _prompt_logprobs(logits, batch, step, slots)
+            self._sample(logits, batch, step, slots, output)
         self._batch_s += built - begun
         self._forward_s += computed - built
         self._sample_s += time.perf_counter() - computed
@@ -146,16 +148,13 @@ class TorchExecutor:
         output.logprobs = {int(sampled[i]): found for i, found in logprobs.items()}
         self._take(output, batch, sampled, tokens)
 
-    def _take(
-        self, output: StepOutput, batch: RaggedBatch, sampled: NDArray[np.intp], tokens: I32
-    ) -> StepOutput:
+    def _take(self, output: StepOutput, batch: RaggedBatch, sampled: NDArray[np.intp], tokens: I32) -> None:
         output.tokens[sampled] = tokens
         for row in sampled[tokens == NOT_FINITE]:
             # Their blocks go to other sequences, which mask what they have not written but still multiply it.
             blocks = batch.block_table[row]
             for block in blocks[blocks >= 0]:
                 self._kv.data[int(block)].nan_to_num_(0.0, 0.0, 0.0)
-        return output
 
 
 def _sample_row(slots: SlotArrays, slot: int) -> SampleRow:
