@@ -114,8 +114,15 @@ def _build() -> "typer.Typer":
             Literal["expected", "max"], typer.Option(help="KV reserved at admission.")
         ] = "expected",
         threads: Annotated[
-            int, typer.Option(min=0, help="Compute threads per instance; 0: cores shared out.")
+            int, typer.Option(min=0, help="Compute threads per instance; 0: what measures best.")
         ] = 0,
+        kernels: Annotated[
+            Literal["auto", "native", "torch"], typer.Option(help="auto: whichever measures faster.")
+        ] = "auto",
+        deterministic: Annotated[
+            bool,
+            typer.Option("--deterministic", help="Same request, same tokens, whatever else is computed."),
+        ] = False,
         device: Annotated[str, typer.Option(help="A torch device, e.g. cuda; empty: the CPU.")] = "",
         log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
         set_: Annotated[
@@ -143,6 +150,8 @@ def _build() -> "typer.Typer":
             policy=policy,
             reservation=reservation,
             threads=threads,
+            kernels=kernels,
+            deterministic=deterministic,
             device=device,
             log_level=log_level,
             set=tuple(set_ or ()),

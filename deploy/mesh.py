@@ -3,8 +3,9 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
@@ -105,6 +106,7 @@ def stages(
     nats_argv = (places.nats_program, "-c", str(run.conf / "nats.conf"))
     redis_argv = (places.redis_program, str(run.conf / "redis.conf"))
     names = instance_names(options.instances)
+    shares = share_cores(sorted(os.sched_getaffinity(0)), options.instances)
     return [
         [
             server("nats", nats_argv, nats_probe(places.nats_port)),
@@ -115,9 +117,13 @@ def stages(
         [service("kvstore", "kvstore", "kvstore", {})],
         [
             service(
-                "worker", name, f"worker-{name}", worker_settings(options, places), start_s=_WORKER_START_S
+                "worker",
+                name,
+                f"worker-{name}",
+                worker_settings(options, places, cores),
+                start_s=_WORKER_START_S,
             )
-            for name in names
+            for name, cores in zip(names, shares, strict=True)
         ],
         [service("scheduler", "scheduler", "scheduler", scheduler_settings(options))],
         [
@@ -128,14 +134,27 @@ def stages(
     ]
 
 
-def worker_settings(options: UpOptions, places: Places) -> dict[str, str]:
+def share_cores(cores: Sequence[int], instances: int) -> list[list[int]]:
+    """Cores of each instance alone, neighbours together; none for all where there are fewer than instances."""
+    if len(cores) < instances:
+        return [[] for _ in range(instances)]
+    ends = [len(cores) * i // instances for i in range(instances + 1)]
+    return [list(cores[a:z]) for a, z in pairwise(ends)]
+
+
+def worker_settings(options: UpOptions, places: Places, cores: Sequence[int]) -> dict[str, str]:
+    """`cores` are those of this instance alone, none if it has to share."""
     settings = {
         "model_dir": str(places.model_folder),
         "dtype": options.dtype,
         "kv_dtype": options.kv_dtype,
         "kv_memory": options.kv_memory,
         "device": options.device,
-        "threads": str(options.threads or max(1, len(os.sched_getaffinity(0)) // options.instances)),
+        # With cores of its own an instance measures how many threads serve it best.
+        "threads": str(options.threads or ("" if cores else 1)),
+        "cores": ",".join(map(str, cores)),
+        "kernels": "" if options.kernels == "auto" else options.kernels,
+        "deterministic": "1" if options.deterministic else "",
         "mock": "1" if options.mock else "",
         "max_slots": str(options.max_slots or ""),
     }

@@ -32,7 +32,10 @@ class UpOptions:
     policy: Literal["continuous", "static"] = "continuous"
     reservation: Literal["expected", "max"] = "expected"
     threads: int = 0
-    """Compute threads of each instance; 0: the cores shared out evenly."""
+    """Compute threads of each instance; 0: as many of its share of the cores as measure best."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    deterministic: bool = False
+    """Tokens of a request do not depend on what else is computed."""
     device: str = ""
     """A torch device, e.g. cuda; empty: as the worker chooses, which is the CPU."""
     log_level: str = "info"

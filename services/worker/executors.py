@@ -10,7 +10,7 @@ from pathlib import Path
 from services.worker.compute import Compute
 from services.worker.mock import MockCosts, MockExecutor
 from services.worker.runner import InlineRunner, Runner, ThreadRunner
-from services.worker.settings import WorkerSettings, parse_bytes
+from services.worker.settings import WorkerSettings, parse_bytes, parse_cores
 from services.worker.shape import BatchShape
 from services.worker.slots import Batch
 from services.worker.step import Executor, ExecutorInfo
@@ -63,6 +63,9 @@ def torch_executor(settings: WorkerSettings) -> Executor:
             max_len=settings.max_len or None,
             threads=settings.threads or None,
             device=settings.device,
+            kernels=settings.kernels,
+            cores=parse_cores(settings.cores),
+            deterministic=settings.deterministic,
         ),
     )
 

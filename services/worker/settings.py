@@ -30,7 +30,14 @@ class WorkerSettings(ServiceSettings):
     max_step_tokens: int = 2048
     """Tokens one step may compute; the scheduler's time budget is usually far below."""
     threads: int = 0
-    """Compute threads; 0: as many as torch chooses."""
+    """Compute threads; 0: as many as measure best at the start."""
+    cores: str = ""
+    """Cores that nobody else computes on, e.g. `0-3,6`: threads are pinned to them if that measures faster.
+    Empty: unknown, so nothing is pinned."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """`native`: compiled kernels or no start; `torch`: none; `auto`: whichever measures faster."""
+    deterministic: bool = False
+    """A request's tokens never depend on what else is in the batch, nor on how it is cut or cached."""
     device: str = "cpu"
     """A torch device, e.g. cpu or cuda:0."""
     mock: bool = False
@@ -51,6 +58,19 @@ class WorkerSettings(ServiceSettings):
     @property
     def slots(self) -> int:
         return self.max_slots or (512 if self.mock else 64)
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Core numbers of e.g. `0-3,6`, ascending; none of an empty text. Raises `SettingsError`."""
+    if not text.strip():
+        return ()
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})(?:\s*-\s*(\d{1,5}))?\s*", part)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise SettingsError(f"cores={text!r} is not a list of cores: write for example 0-3,6")
+        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(cores))
 
 
 def parse_bytes(text: str) -> int:

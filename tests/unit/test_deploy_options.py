@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy import credentials as users
-from deploy.mesh import Places, stages
+from deploy.mesh import Places, share_cores, stages
 from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings
 from deploy.rundir import RunDir
 from deploy.servers import free_port, port_taken
@@ -69,6 +69,34 @@ def test_options_survive_the_way_through_a_command_line(tmp_path):
     assert args[args.index("--policy") + 1] == "static"
     assert "--api-key-file" not in args
     assert "--threads" not in args
+
+
+@pytest.mark.parametrize(("cores", "instances"), [(1, 1), (2, 1), (5, 2), (8, 3), (64, 64)])
+def test_cores_are_shared_out_whole_to_one_instance_each(cores, instances):
+    shares = share_cores(range(cores), instances)
+    assert len(shares) == instances
+    assert sorted(core for share in shares for core in share) == list(range(cores))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_more_instances_than_cores_share_them_on_one_thread_each(tmp_path):
+    assert share_cores([0, 1], 3) == [[], [], []]
+    _, specs = _specs(tmp_path, UpOptions(run_dir=tmp_path, instances=63))
+    workers = [s.env for s in specs if s.service == "worker"]
+    assert {env.get("HORTATOR_THREADS") for env in workers} <= {"1", None}
+    if len(os.sched_getaffinity(0)) < 63:
+        assert all("HORTATOR_CORES" not in env and env["HORTATOR_THREADS"] == "1" for env in workers)
+
+
+def test_an_instance_is_told_its_cores_and_how_to_compute(tmp_path):
+    options = UpOptions(run_dir=tmp_path, kernels="native", deterministic=True)
+    assert {"--deterministic", "--kernels"} < set(options.as_args())
+    _, specs = _specs(tmp_path, options)
+    env = next(s for s in specs if s.service == "worker").env
+    assert env["HORTATOR_CORES"] == ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    assert env["HORTATOR_KERNELS"] == "native"
+    assert env["HORTATOR_DETERMINISTIC"] == "1"
+    assert "HORTATOR_THREADS" not in env
 
 
 def _specs(tmp_path: Path, options: UpOptions):

@@ -1,5 +1,6 @@
 """How an engine is computed is chosen by measurement, and remembered until what it depends on changes."""
 
+import fcntl
 import json
 import os
 
@@ -10,6 +11,7 @@ pytest.importorskip("torch")
 from engine_support import Driver, greedy, save_tiny
 
 from services.worker.engine import choose as choosing
+from services.worker.engine import cores
 from services.worker.engine.choose import Candidate, Measured, Scope, Speed
 from services.worker.engine.executor import EngineOptions, TorchExecutor
 from services.worker.engine.native import build
@@ -37,6 +39,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(choosing, "_UNDISTURBED", 0.0)
     yield tmp_path / "cache" / "choices"
     os.sched_setaffinity(0, allowed)
+    cores.release()
 
 
 @pytest.fixture
@@ -67,12 +70,12 @@ def candidates(executor):
 
 def test_every_decoder_is_measured_with_every_thread_count_and_the_table_is_told(folder):
     executor = start(folder, measure_s=5.0)
-    cores = len(os.sched_getaffinity(0))
+    most = len(os.sched_getaffinity(0))
     table = candidates(executor)
     assert {(row["kernels"], row["threads"]) for row in table} == {
         (kernels, count) for kernels in ("native", "torch") for count in Scope().thread_counts()
     } or len(table) == choosing._SHOWN
-    assert max(row["threads"] for row in table) <= cores
+    assert max(row["threads"] for row in table) <= most
     assert all(row["decode_ms"] > 0 and row["prefill_tok_s"] > 0 for row in table)
     chosen = [row for row in table if row["chosen"]]
     assert len(chosen) == 1
@@ -198,6 +201,20 @@ def test_threads_are_pinned_only_to_the_cores_given_and_only_where_that_is_faste
     executor = start(folder, cores=(core,), kernels="native", kv_dtype="float16")
     assert detail(executor)["pinned"] == "yes"
     assert os.sched_getaffinity(0) == {core}
+
+
+def test_two_processes_never_pin_threads_to_the_same_core(folder, speeds, tmp_path):
+    table, tried = speeds
+    table[Candidate("native", 1, pinned=True)] = Speed(2000.0, 0.005)
+    core = min(os.sched_getaffinity(0))
+    lock = tmp_path / "cache" / "cores" / f"{core}.lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("wb") as held:  # as by another process: locks belong to the open file
+        fcntl.flock(held, fcntl.LOCK_EX)
+        executor = start(folder, cores=(core,), kernels="native")
+        assert detail(executor)["pinned"] == "no"
+        assert tried == [Candidate("native", 1)]
+    assert cores.claim([core])
 
 
 def test_nothing_is_pinned_where_the_cores_are_not_known_to_be_ours(folder, speeds):

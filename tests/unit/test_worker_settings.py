@@ -7,7 +7,7 @@ import pytest
 from services.worker.executors import make_runner, mock_executor
 from services.worker.mock import MockCosts
 from services.worker.runner import InlineRunner, ThreadRunner
-from services.worker.settings import WorkerSettings, parse_bytes
+from services.worker.settings import WorkerSettings, parse_bytes, parse_cores
 from shared.runtime.settings import SettingsError, load
 
 
@@ -22,6 +22,19 @@ def test_memory_is_read_in_bytes_or_binary_units(text: str, size: int) -> None:
 def test_memory_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="kv_memory"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("", ()), ("3", (3,)), ("0-3,6", (0, 1, 2, 3, 6)), (" 2 , 1-1,2", (1, 2))]
+)
+def test_cores_are_read_as_numbers_and_ranges(text: str, cores: tuple[int, ...]) -> None:
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "1,,2", "1 2", "9999999"])
+def test_cores_that_are_no_numbers_are_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="cores"):
+        parse_cores(text)
 
 
 def test_a_mock_without_costs_runs_on_the_loop_and_one_with_costs_in_a_thread() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from services.worker.engine import cores
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.decoder import Decoder, Timed, TorchDecoder
@@ -136,9 +137,9 @@ class Choice:
 class _Builder:
     """Makes decoders of one model, and native ones change their team instead of loading anew."""
 
-    def __init__(self, folder: ModelFolder, device: Device, kv: KvCache, cores: tuple[int, ...]) -> None:
+    def __init__(self, folder: ModelFolder, device: Device, kv: KvCache, own: tuple[int, ...]) -> None:
         self._folder, self._device, self._kv = folder, device, kv
-        self._cores = cores
+        self._own = own
         self._allowed = os.sched_getaffinity(0)
         self._native: NativeDecoder | None = None
         self._team: Kernels | None = None
@@ -182,10 +183,10 @@ class _Builder:
         if not candidate.pinned:
             os.sched_setaffinity(0, self._allowed)
             return Kernels(candidate.threads)
-        cores = self._cores[: candidate.threads]
-        os.sched_setaffinity(0, cores[1:] or cores)
+        own = self._own[: candidate.threads]
+        os.sched_setaffinity(0, own[1:] or own)
         team = Kernels(candidate.threads)
-        os.sched_setaffinity(0, cores[:1])
+        os.sched_setaffinity(0, own[:1])
         return team
 
     def _dismiss(self) -> None:
@@ -211,6 +212,8 @@ def choose(folder: ModelFolder, device: Device, kv: KvCache, scope: Scope, finge
     memory = Remembered(_Fact, "choices", _circumstances(fingerprint, device, candidates, scope))
     known = memory.recall() if scope.measure_s > 0 else None
     if known is not None and replace(known.chosen, pinned=False) in candidates:
+        if known.chosen.pinned and not cores.claim(scope.cores):
+            known = replace(known, chosen=replace(known.chosen, pinned=False))
         decoder = builder.whole(known.chosen)
         speed = measure_speed(decoder, kv, max_len, scope.measure_s / 4)
         return Choice(decoder, known.chosen, speed, known.table, reason, "measured at an earlier start")
@@ -221,6 +224,8 @@ def choose(folder: ModelFolder, device: Device, kv: KvCache, scope: Scope, finge
         return Choice(decoder, candidates[0], speed, (), reason, origin)
     table, alone = _measure_all(builder, candidates, scope, kv, max_len)
     best = _best(table)
+    if not best.candidate.pinned:
+        cores.release()
     table.sort(key=lambda m: m.speed.request_s)
     origin = f"the fastest of {len(table)} measured"
     if alone:
@@ -249,7 +254,8 @@ def _measure_all(
             break
         table.append(Measured(candidate, _try(builder, candidate, kv, max_len, share)))
     best = _best(table).candidate
-    if alone() and best.kernels == "native" and len(scope.cores) >= best.threads:
+    can_pin = best.kernels == "native" and len(scope.cores) >= best.threads
+    if can_pin and alone() and cores.claim(scope.cores):
         pinned = replace(best, pinned=True)
         table.append(Measured(pinned, _try(builder, pinned, kv, max_len, share)))
     return table, alone()

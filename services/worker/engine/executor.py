@@ -45,6 +45,8 @@ class EngineOptions:
     """`native`: compiled kernels or no start; `torch`: none; `auto`: whichever is faster."""
     cores: tuple[int, ...] = ()
     """Cores nobody else computes on, so that threads may be pinned to them; empty: unknown."""
+    deterministic: bool = False
+    """A sequence's logits keep their bits whatever else is in a step and however the sequence is cut."""
     measure_s: float = 2.0
     """Time the start may spend on measuring what is fastest; 0: it takes what is most likely."""
 
