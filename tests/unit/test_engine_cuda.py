@@ -332,3 +332,53 @@ def test_what_needs_a_cuda_device_is_refused_without_one(options, words, tmp_pat
     save_tiny("llama", tmp_path)
     with pytest.raises(ValueError, match=words):
         TorchExecutor(tmp_path, EngineOptions(**({"kv_bytes": 8 << 20, "measure_s": 0.0} | options)))
+
+
+def executor_on(path, model):
+    """An executor whose decoder is the path under test, with fewer blocks announced than its KV has."""
+    options = EngineOptions(
+        dtype="float32", kv_bytes=700_000, block_tokens=BLOCK_TOKENS, kernels="torch", measure_s=0.0
+    )
+    executor = TorchExecutor(model, options)
+    assert executor.info.blocks_total <= BLOCKS
+    if path == "cuda":
+        executor._kv = kv_with_scratch(executor.config)
+        executor._decoder = CudaDecoder(ModelFolder(model), executor._kv, torch.float32)
+    return executor
+
+
+def test_an_executor_draws_the_same_tokens_whether_the_device_or_the_host_does(tmp_path):
+    save_tiny("llama", tmp_path)
+    samplings = [
+        greedy(7),
+        Sampling(max_tokens=9, temperature=0.8, seed=5),
+        Sampling(max_tokens=5, temperature=1.0, top_p=0.8, seed=6),
+        Sampling(max_tokens=12, temperature=1.3, seed=7, stop_token_ids=(3,)),
+        greedy(8, logprobs=2),
+    ]
+    executors = {path: executor_on(path, tmp_path) for path in ("torch", "cuda")}
+    on_device = []
+    drawn = executors["cuda"]._decoder.drawn
+
+    def spy(*step):
+        on_device.append(drawn(*step))
+        return on_device[-1]
+
+    executors["cuda"]._decoder.drawn = spy
+    tokens = {
+        path: [run.tokens for run in Driver(executor, seed=2).generate(prompts_of(7), samplings, chunk=30)]
+        for path, executor in executors.items()
+    }
+    assert tokens["cuda"] == tokens["torch"]
+    # Both ways were taken: at the end only rows without filters and log-probabilities are left.
+    assert any(t is None for t in on_device)
+    assert any(t is not None for t in on_device)
+
+
+def test_a_row_without_finite_logits_is_stopped_and_its_blocks_cleaned(tmp_path):
+    save_tiny("llama", tmp_path, broken_token=150)
+    executor = executor_on("cuda", tmp_path)
+    runs = Driver(executor).generate([[5, 6, 7], [5, 150, 7]], [greedy(4), greedy(4)])
+    assert len(runs[0].tokens) == 4
+    assert runs[1].tokens == [-2]
+    assert bool(executor._kv.data.isfinite().all())
