@@ -72,6 +72,26 @@ class Buffers(Structure):
     )
 
 
+class AttentionCall(Structure):
+    _fields_ = (
+        ("kv", Pointer),
+        ("half_kv", c_int64),
+        ("layer", c_int64),
+        ("layers", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_tokens", c_int64),
+        ("rows", c_int64),
+        ("table_width", c_int64),
+        ("row_start", Pointer),
+        ("positions", Pointer),
+        ("table", Pointer),
+        ("q", Pointer),
+        ("out", Pointer),
+    )
+
+
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Tell ctypes the functions' parameter types."""
     library.hortator_forward.argtypes = [POINTER(Model), POINTER(Batch), POINTER(Buffers), Pointer, Pointer]
@@ -92,6 +112,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         c_int64,
     ]
     library.hortator_multiply.restype = None
+    library.hortator_attend.argtypes = [Pointer, POINTER(AttentionCall)]
+    library.hortator_attend.restype = None
     library.hortator_scan.argtypes = [Pointer, Pointer, c_int64, c_int64, c_int64, Pointer, Pointer]
     library.hortator_scan.restype = None
     return library

@@ -1,19 +1,24 @@
 // Grouped-query attention over paged KV, read in place: decode tokens and prefill chunks by the same code.
 //
-// A sequence's KV is walked in units of 16 tokens from position 0, with a running maximum and sum per query;
-// every 512 tokens the state is folded into the total. A query's result depends on its own history only.
+// A sequence's KV is cut into segments of 256 tokens from position 0; within one a running maximum and sum per
+// query, every 64 tokens. Segments are independent of each other and folded in ascending order, so that a query's
+// result depends on its own history only: not on the batch, the chunk, or who computed which segment.
 #pragma once
+#include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
-#include "gemm.h"
+#include "simd.h"
 
 namespace hortator {
 
-constexpr int kUnit = 16;           // KV tokens per round; one panel of scores
-constexpr int kSegment = 512;       // KV tokens per fold
-constexpr int kQueryTokens = 16;    // chunk tokens per task
-constexpr int kMaxQueries = 256;    // kQueryTokens × query heads per KV head, at most
+constexpr int kRun = 16;       // KV tokens read together: they lie in one block if blocks have so many
+constexpr int kUnit = 64;      // KV tokens per round of maximum, weights and sum
+constexpr int kSegment = 256;  // KV tokens per fold
+constexpr int kAhead = kRun;   // how far ahead memory is asked for
+constexpr int kRows = 6;       // queries per register tile: 6 × 2 sums leave room for keys or values and one query
 
 // Paged KV [block, layer, 2, kv_head, token, head_dim] of one layer.
 struct Pages {
@@ -21,19 +26,41 @@ struct Pages {
     int64_t block_step;  // elements from block to block
     int64_t layer_at;    // element where the layer begins in a block
     int64_t kv_heads, block_tokens, head_dim;
+    int token_bits = std::countr_zero(uint64_t(block_tokens));  // blocks have a power of two of tokens
 
     template <class T>
-    T* at(int64_t block, int which, int64_t head, int64_t token) const {
+    T* at(int64_t block, int which, int64_t head, int64_t offset) const {
         return static_cast<T*>(data) + block * block_step + layer_at +
-               ((which * kv_heads + head) * block_tokens + token) * head_dim;
+               ((which * kv_heads + head) * block_tokens + offset) * head_dim;
+    }
+
+    // Keys (0) or values (1) of the sequence's token `token` and those behind it in its block.
+    template <class T>
+    const T* find(const int32_t* table, int which, int64_t head, int64_t token) const {
+        return at<T>(table[token >> token_bits], which, head, token & (block_tokens - 1));
     }
 };
 
-// State of the queries of one task.
+// The queries of consecutive tokens of one sequence that share a KV head: query i is head i % group of token i / group.
+struct Tile {
+    const int32_t* table;
+    int64_t head, group, first_position, tokens;
+
+    int64_t queries() const { return tokens * group; }
+    int64_t length() const { return first_position + tokens; }  // KV tokens that the last token sees
+    int64_t segments() const { return (length() + kSegment - 1) / kSegment; }
+};
+
+// State of the queries of a tile.
 struct Running {
     float* out;   // [queries, dim]
     float* most;  // [queries] largest score so far
     float* mass;  // [queries] sum of exp(score - most)
+
+    static int64_t floats(int64_t queries, int64_t dim) { return queries * (dim + 2); }
+    Running() = default;
+    Running(float* memory, int64_t queries, int64_t dim)
+        : out(memory), most(memory + queries * dim), mass(most + queries) {}
 
     void clear(int64_t queries, int64_t dim) const {
         std::fill_n(out, queries * dim, 0.0f);
@@ -41,6 +68,56 @@ struct Running {
         std::fill_n(mass, queries, 0.0f);
     }
 };
+
+// Scratch of one thread for tiles of up to `queries` queries.
+struct AttentionScratch {
+    float *scaled, *scores, *rows;
+    Running total, part;
+
+    static int64_t floats(int64_t queries, int64_t dim) {
+        return queries * (dim + kUnit) + 2 * kRun * dim + 2 * Running::floats(queries, dim);
+    }
+    AttentionScratch(float* memory, int64_t queries, int64_t dim) {
+        auto take = [&](int64_t count) { return (memory += count) - count; };
+        rows = take(2 * kRun * dim);
+        scores = take(queries * kUnit);
+        scaled = take(queries * dim);
+        total = Running(take(Running::floats(queries, dim)), queries, dim);
+        part = Running(take(Running::floats(queries, dim)), queries, dim);
+    }
+};
+
+// 2^x = 1 + the polynomial of x with these factors for |x| <= 1/2, to 9.2e-8 (minimax of the relative error).
+constexpr float kExp2[6] = {1.0f,          6.931470037e-1f, 2.402224243e-1f,
+                            5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f};
+
+// 2^x for x <= 0, to 2 ulp; exactly 0 below -126.5 (also for -infinity), NaN stays NaN. In ranges of `N` vectors
+// whose steps are interleaved: one alone would wait for itself.
+template <int N>
+inline void exp2_upto_0(Vec x[N]) {
+    // Adding this leaves the rounded x + 127 in the low bits: the exponent of the power, 0 for the power 0.
+    const Vec magic = splat(12582912.0f + 127.0f);
+    Vec whole[N], power[N], p[N];
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+        x[i] = _mm256_max_ps(splat(-127.0f), x[i]);  // the second operand if one is NaN
+        whole[i] = _mm256_add_ps(x[i], magic);
+        power[i] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(whole[i]), 23));
+        x[i] = _mm256_sub_ps(x[i], _mm256_sub_ps(whole[i], magic));
+        p[i] = fma(splat(kExp2[5]), x[i], splat(kExp2[4]));
+    }
+#pragma GCC unroll 4
+    for (int c = 3; c >= 0; c--) {
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) p[i] = fma(p[i], x[i], splat(kExp2[c]));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) x[i] = _mm256_mul_ps(p[i], power[i]);
+}
+inline Vec exp2_upto_0(Vec x) {
+    exp2_upto_0<1>(&x);
+    return x;
+}
 
 inline void scale(float* values, int64_t count, float by) {
     const Vec factor = splat(by);
@@ -52,39 +129,18 @@ inline void fold(const Running& total, const Running& part, int64_t queries, int
     for (int64_t q = 0; q < queries; q++) {
         if (!(part.mass[q] > 0.0f) && part.mass[q] == part.mass[q]) continue;  // nothing visible; NaN goes on
         const float most = std::max(total.most[q], part.most[q]);
-        const float keep = std::exp(total.most[q] - most), add = std::exp(part.most[q] - most);
-        total.mass[q] = total.mass[q] * keep + part.mass[q] * add;
+        const Vec keep = exp2_upto_0(splat(total.most[q] - most)), add = exp2_upto_0(splat(part.most[q] - most));
+        total.mass[q] = total.mass[q] * _mm256_cvtss_f32(keep) + part.mass[q] * _mm256_cvtss_f32(add);
         for (int64_t i = 0; i < dim; i += kLanes) {
-            const Vec kept = _mm256_mul_ps(load(total.out + q * dim + i), splat(keep));
-            store(total.out + q * dim + i, fma(load(part.out + q * dim + i), splat(add), kept));
+            const Vec kept = _mm256_mul_ps(load(total.out + q * dim + i), keep);
+            store(total.out + q * dim + i, fma(load(part.out + q * dim + i), add, kept));
         }
         total.most[q] = most;
     }
 }
 
-// The 16 keys of a unit in place, one pointer each. Behind `valid` the last one is repeated; its scores are masked.
-template <class T>
-inline void find_keys(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid,
-                      const T* keys[kUnit]) {
-    for (int64_t t = 0; t < kUnit; t++) {
-        const int64_t token = start + std::min(t, valid - 1);
-        keys[t] = pages.at<T>(table[token / pages.block_tokens], 0, head, token % pages.block_tokens);
-    }
-}
-
-// The same keys as float32, for many queries: expanded once into `scratch` [16, dim] if they are 16 bit.
-inline void expand_keys(const float* const from[kUnit], int64_t, float*, const float* to[kUnit]) {
-    std::copy_n(from, kUnit, to);
-}
-inline void expand_keys(const Half* const from[kUnit], int64_t dim, float* scratch, const float* to[kUnit]) {
-    for (int64_t t = 0; t < kUnit; t++) {
-        to[t] = scratch + t * dim;
-        for (int64_t d = 0; d < dim; d += kLanes) store(scratch + t * dim + d, load(from[t] + d));
-    }
-}
-
-// Part `part` of `parts` of the memory a later unit will read. Asked for in small portions between arithmetic:
-// all at once they would wait for each other, and a page is too short for the hardware's own prefetcher.
+// Part `part` of `parts` of memory that will be read soon. Asked for in small portions between arithmetic: all at
+// once they would wait for each other, and a run is too short for the hardware's own prefetcher.
 struct Ahead {
     const char* first = nullptr;
     int64_t lines = 0;
@@ -96,174 +152,264 @@ struct Ahead {
     }
 };
 
-// Keys (0) or values (1) of the run of tokens from `start` that lie together in one block.
+// The runs of one segment: where they lie, and which come next.
 template <class T>
-inline Ahead run_ahead(const Pages& pages, const int32_t* table, int which, int64_t head, int64_t start,
-                       int64_t length) {
-    if (start >= length) return {};
-    const int64_t offset = start % pages.block_tokens;
-    const int64_t tokens = std::min(std::min<int64_t>(kUnit, pages.block_tokens - offset), length - start);
-    const T* first = pages.at<T>(table[start / pages.block_tokens], which, head, offset);
-    return {reinterpret_cast<const char*>(first), int64_t(tokens * pages.head_dim * sizeof(T) / 64)};
-}
+class Walk {
+  public:
+    Walk(const Pages& pages, const Tile& tile, float* scratch) : pages_(pages), tile_(tile), scratch_(scratch) {}
 
-// Four dot products whose lanes are still apart → their sums, lanes paired in a fixed order.
-inline __m128 sum4(Vec a, Vec b, Vec c, Vec d) {
-    const Vec ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-    const Vec cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-    const Vec all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
-    return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-}
+    // Keys (0) or values (1) of tokens [token, token + 16) as rows one behind the other; what the sequence does not
+    // have is undefined but may be read.
+    const T* run(int which, int64_t token) const {
+        if (pages_.block_tokens >= kRun) return pages_.find<T>(tile_.table, which, tile_.head, token);
+        T* rows = reinterpret_cast<T*>(scratch_);
+        for (int64_t t = 0; t < kRun && token + t < tile_.length(); t += pages_.block_tokens) {
+            std::memcpy(rows + t * pages_.head_dim, pages_.find<T>(tile_.table, which, tile_.head, token + t),
+                        pages_.block_tokens * pages_.head_dim * sizeof(T));
+        }
+        return rows;
+    }
 
-// scores [R, 16] = q [R, dim] · keys.
-template <int R, class T>
-inline void score(const float* q, const T* const keys[kUnit], int64_t dim, float* scores, const Ahead& ahead) {
-    for (int64_t t = 0; t < kUnit; t += 4) {
-        ahead.ask(t / 4, kUnit / 4);
-        Vec acc[R][4];
+    // What is read `at` tokens into a round of `width` tokens from `start`: its keys, its values, the next keys.
+    Ahead ahead(int64_t start, int64_t width, int64_t at) const {
+        const int which = at >= width && at < 2 * width;
+        const int64_t token = start + at - (at >= 2 * width ? width : which ? width : 0);
+        if (token >= tile_.length()) return {};
+        const int64_t tokens = std::min<int64_t>(kRun, pages_.block_tokens);
+        const T* first = pages_.find<T>(tile_.table, which, tile_.head, token & -tokens);
+        return {reinterpret_cast<const char*>(first), int64_t(tokens * pages_.head_dim * sizeof(T) / 64)};
+    }
+
+  private:
+    const Pages& pages_;
+    const Tile& tile_;
+    float* scratch_;
+};
+
+// Eight rows `step` apart, eight columns → columns [8][16], the rows being lanes.
+inline void turn8(const float* rows, int64_t step, float* columns) {
+    Vec v[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {  // rows i and i + 4, columns of one half: no crossing of halves later
+        const float* from = rows + i % 4 * step + i / 4 * 4;
+        v[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(from)), _mm_loadu_ps(from + 4 * step), 1);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4) {
+        const Vec a = _mm256_unpacklo_ps(v[i], v[i + 1]), b = _mm256_unpackhi_ps(v[i], v[i + 1]);
+        const Vec c = _mm256_unpacklo_ps(v[i + 2], v[i + 3]), d = _mm256_unpackhi_ps(v[i + 2], v[i + 3]);
+        store(columns + i * kRun, _mm256_shuffle_ps(a, c, 0x44));
+        store(columns + (i + 1) * kRun, _mm256_shuffle_ps(a, c, 0xEE));
+        store(columns + (i + 2) * kRun, _mm256_shuffle_ps(b, d, 0x44));
+        store(columns + (i + 3) * kRun, _mm256_shuffle_ps(b, d, 0xEE));
+    }
+}
+inline void turn8(const Half* rows, int64_t step, float* columns) {
+    __m128i v[8], w[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) v[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + i * step));
+    // Three rounds of pairing row i with row i + 4, then the results alike.
+#pragma GCC unroll 3
+    for (int round = 0; round < 3; round++) {
 #pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            w[2 * i] = _mm_unpacklo_epi16(v[i], v[i + 4]);
+            w[2 * i + 1] = _mm_unpackhi_epi16(v[i], v[i + 4]);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) v[i] = w[i];
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) store(columns + i * kRun, _mm256_cvtph_ps(v[i]));
+}
+
+// Keys [16, dim] → [dim, 16] float32.
+template <class T>
+inline void turn(const T* keys, int64_t dim, float* turned, const Ahead& ahead) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+        ahead.ask(d / kLanes, dim / kLanes);
+        turn8(keys + d, dim, turned + d * kRun);
+        turn8(keys + kLanes * dim + d, dim, turned + d * kRun + kLanes);
+    }
+}
+
+// Calls body<R>(first) for register tiles of up to 6 of `queries`, of nearly equal height.
+template <class Body>
+inline void by_rows(int64_t queries, Body body) {
+    const int64_t tiles = (queries + kRows - 1) / kRows;
+    for (int64_t i = 0; i < tiles; i++) {
+        const int64_t first = queries * i / tiles;
+        switch (queries * (i + 1) / tiles - first) {
+            case 1: body.template operator()<1>(first); break;
+            case 2: body.template operator()<2>(first); break;
+            case 3: body.template operator()<3>(first); break;
+            case 4: body.template operator()<4>(first); break;
+            case 5: body.template operator()<5>(first); break;
+            default: body.template operator()<6>(first);
+        }
+    }
+}
+
+// scores [R, 16] = q [R, dim] · turned keys [dim, 16].
+template <int R>
+inline void score(const float* q, const float* turned, int64_t dim, float* scores) {
+    Vec acc[R][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    for (int64_t d = 0; d < dim; d++) {
+        const Vec left = load(turned + d * kRun), right = load(turned + d * kRun + kLanes);
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) acc[r][j] = _mm256_setzero_ps();
+            const Vec x = splat(q[r * dim + d]);
+            acc[r][0] = fma(x, left, acc[r][0]);
+            acc[r][1] = fma(x, right, acc[r][1]);
         }
-        for (int64_t d = 0; d < dim; d += kLanes) {
-            Vec x[R];
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) x[r] = load(q + r * dim + d);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                const Vec key = load(keys[t + j] + d);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; r++) acc[r][j] = fma(x[r], key, acc[r][j]);
-            }
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            _mm_storeu_ps(scores + r * kUnit + t, sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]));
-        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        store(scores + r * kUnit, acc[r][0]);
+        store(scores + r * kUnit + kLanes, acc[r][1]);
     }
 }
 
-constexpr int kScoreRows = 3;  // 3 × 4 accumulators, and the queries they belong to
-
-template <class T>
-inline void score_few(int64_t queries, const float* q, const T* const keys[kUnit], int64_t dim, float* scores,
-                      const Ahead& ahead) {
-    switch (queries) {
-        case 1: return score<1>(q, keys, dim, scores, ahead);
-        case 2: return score<2>(q, keys, dim, scores, ahead);
-        default: return score<3>(q, keys, dim, scores, ahead);
-    }
-}
-
-template <class T>
-inline void score_all(int64_t queries, const float* q, const T* const keys[kUnit], int64_t dim, float* scratch,
-                      float* scores, const Ahead& ahead) {
-    if (queries <= kScoreRows) return score_few(queries, q, keys, dim, scores, ahead);
-    const float* expanded[kUnit];
-    expand_keys(keys, dim, scratch, expanded);
-    for (int64_t i = 0; i < queries; i += kScoreRows) {
-        const int64_t rows = std::min<int64_t>(kScoreRows, queries - i);
-        score_few(rows, q + i * dim, expanded, dim, scores + i * kUnit, i ? Ahead{} : ahead);
-    }
-}
-
-// Turn scores [queries, 16] into weights, and bring `state` to the new maxima. Query q belongs to token
-// q / group of the chunk and sees positions up to first_position + q / group.
-inline void weigh(float* scores, const Running& state, int64_t queries, int64_t group, int64_t dim, int64_t start,
-                  int64_t first_position) {
+// Turn scores [queries, 64], of which the first `width` count, into weights, and bring `state` to the new maxima.
+inline void weigh(float* scores, int64_t width, const Running& state, const Tile& tile, int64_t dim, int64_t start) {
     const float nothing = -std::numeric_limits<float>::infinity();
+    const int64_t queries = tile.queries();
     for (int64_t q = 0; q < queries; q++) {
         float* row = scores + q * kUnit;
-        const int64_t visible = first_position + q / group + 1 - start;
+        const int64_t visible = tile.first_position + q / tile.group + 1 - start;
         if (visible <= 0) {
-            std::fill_n(row, kUnit, 0.0f);
+            std::fill_n(row, width, 0.0f);
             continue;
         }
-        for (int64_t t = visible; t < kUnit; t++) row[t] = nothing;
-        const Vec left = load(row), right = load(row + kLanes);
-        const float most = std::max(state.most[q], largest(_mm256_max_ps(left, right)));
+        for (int64_t t = visible; t < width; t++) row[t] = nothing;
+        Vec top = _mm256_max_ps(load(row), load(row + kLanes));
+        for (int64_t t = kRun; t < width; t += kRun) {
+            top = _mm256_max_ps(top, _mm256_max_ps(load(row + t), load(row + t + kLanes)));
+        }
+        const float most = std::max(state.most[q], largest(top));
         const Vec base = splat(most);
-        const Vec a = exp(_mm256_sub_ps(left, base)), b = exp(_mm256_sub_ps(right, base));
-        store(row, a);
-        store(row + kLanes, b);
+        Vec mass = _mm256_setzero_ps();
+        for (int64_t t = 0; t < width; t += kRun) {
+            Vec v[2] = {_mm256_sub_ps(load(row + t), base), _mm256_sub_ps(load(row + t + kLanes), base)};
+            exp2_upto_0<2>(v);
+            store(row + t, v[0]);
+            store(row + t + kLanes, v[1]);
+            mass = _mm256_add_ps(mass, _mm256_add_ps(v[0], v[1]));
+        }
         if (most > state.most[q]) {
-            const float keep = _mm256_cvtss_f32(exp(splat(state.most[q] - most)));
+            const float keep = _mm256_cvtss_f32(exp2_upto_0(splat(state.most[q] - most)));
             state.mass[q] *= keep;
             scale(state.out + q * dim, dim, keep);
             state.most[q] = most;
         }
-        state.mass[q] += sum(_mm256_add_ps(a, b));
+        state.mass[q] += sum(mass);
     }
 }
 
-// out [queries, dim] += weights [queries, 16] · values of tokens [start, start + valid).
-template <class T>
-inline void gather_values(const Pages& pages, const int32_t* table, int64_t head, int64_t start, int64_t valid,
-                          const float* weights, int64_t queries, float* out, const Ahead& ahead) {
-    const int64_t run = std::min<int64_t>(kUnit, pages.block_tokens), dim = pages.head_dim;
-    for (int64_t t = 0; t < valid; t += run) {
-        const int64_t token = start + t, length = std::min(run, valid - t);
-        const T* values = pages.at<T>(table[token / pages.block_tokens], 1, head, token % pages.block_tokens);
-        int64_t d = 0;
-        for (; queries <= 3 && d + 2 * kPanel <= dim; d += 2 * kPanel) {
-            if (t == 0) ahead.ask(d / (2 * kPanel), dim / (2 * kPanel));
-            tile_rows<2>(int(queries), length, weights + t, kUnit, values + d, dim, kPanel, out + d, dim, Into::kAdd,
-                         nullptr);
+// out [R, V × 8] += weights [R, count] · values [count, V × 8], in one chain of sums that starts at out.
+template <int R, int V, class T>
+inline void add_values(int64_t count, const float* weights, const T* values, int64_t dim, float* out) {
+    Vec acc[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < V; j++) acc[r][j] = load(out + r * dim + j * kLanes);
+    }
+    for (int64_t t = 0; t < count; t++, values += dim) {
+        Vec value[V];
+#pragma GCC unroll 4
+        for (int j = 0; j < V; j++) value[j] = load(values + j * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const Vec weight = splat(weights[r * kUnit + t]);
+#pragma GCC unroll 4
+            for (int j = 0; j < V; j++) acc[r][j] = fma(weight, value[j], acc[r][j]);
         }
-        for (; d < dim; d += kPanel) {
-            strip(queries, length, weights + t, kUnit, values + d, dim, out + d, dim, Into::kAdd, nullptr);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < V; j++) store(out + r * dim + j * kLanes, acc[r][j]);
+    }
+}
+
+// The same for all columns. Few rows leave registers for four columns of vectors.
+template <int R, class T>
+inline void gather(int64_t count, const float* weights, const T* values, int64_t dim, float* out, const Ahead& ahead) {
+    int64_t d = 0;
+    if constexpr (R <= 3) {
+        for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
+            ahead.ask(d / (4 * kLanes), dim / (4 * kLanes));
+            add_values<R, 4>(count, weights, values + d, dim, out + d);
+        }
+    } else {
+        ahead.ask(0, 1);
+    }
+    for (; d < dim; d += 2 * kLanes) add_values<R, 2>(count, weights, values + d, dim, out + d);
+}
+
+// A run as float32, for many queries: expanded once into `scratch` [16, dim] if it is 16 bit.
+inline const float* expand_run(const float* rows, int64_t, float*) { return rows; }
+inline const float* expand_run(const Half* rows, int64_t dim, float* scratch) {
+    for (int64_t i = 0; i < kRun * dim; i += kLanes) store(scratch + i, load(rows + i));
+    return scratch;
+}
+
+// part = attention of the tile's scaled queries over one segment.
+template <class T>
+void attend_segment(const Pages& pages, const Tile& tile, int64_t segment, const AttentionScratch& s,
+                    const Running& part) {
+    const int64_t dim = pages.head_dim, queries = tile.queries();
+    const int64_t stop = std::min((segment + 1) * kSegment, tile.length());
+    const Walk<T> walk(pages, tile, s.rows);
+    float* const turned = s.rows + kRun * dim;
+    part.clear(queries, dim);
+    for (int64_t start = segment * kSegment; start < stop; start += kUnit) {
+        const int64_t end = std::min(start + kUnit, stop), width = (end - start + kRun - 1) / kRun * kRun;
+        for (int64_t at = 0; at < width; at += kRun) {
+            turn(walk.run(0, start + at), dim, turned, walk.ahead(start, width, at + kAhead));
+            by_rows(queries, [&]<int R>(int64_t q) {
+                score<R>(s.scaled + q * dim, turned, dim, s.scores + q * kUnit + at);
+            });
+        }
+        weigh(s.scores, width, part, tile, dim, start);
+        for (int64_t at = 0; at < width; at += kRun) {
+            const Ahead next = walk.ahead(start, width, width + at + kAhead);
+            const int64_t count = std::min<int64_t>(kRun, end - start - at);
+            const T* values = walk.run(1, start + at);
+            if (queries <= kRows) {
+                by_rows(queries, [&]<int R>(int64_t q) {
+                    gather<R>(count, s.scores + q * kUnit + at, values, dim, part.out + q * dim, next);
+                });
+            } else {
+                next.ask(0, 1);
+                const float* expanded = expand_run(values, dim, turned);
+                by_rows(queries, [&]<int R>(int64_t q) {
+                    gather<R>(count, s.scores + q * kUnit + at, expanded, dim, part.out + q * dim, {});
+                });
+            }
         }
     }
 }
 
-// Scratch of one thread for tasks of up to `queries` queries.
-struct AttentionScratch {
-    float *scaled, *scores, *keys;
-    Running total, part;
-    static int64_t floats(int64_t queries, int64_t dim) {
-        return queries * (3 * dim + kUnit + 4) + dim * kUnit + 64;
-    }
-    AttentionScratch(float* memory, int64_t queries, int64_t dim) {
-        auto take = [&](int64_t count) { return (memory += count) - count; };
-        keys = take(dim * kUnit);
-        scores = take(queries * kUnit);
-        scaled = take(queries * dim);
-        total = {take(queries * dim), take(queries), take(queries)};
-        part = {take(queries * dim), take(queries), take(queries)};
-    }
-};
-
-// Attention of `tokens` consecutive tokens at positions from `first_position`, the query heads of one KV head.
-// q and out [tokens, ld] point at the first of these heads.
-template <class T>
-void attend(const Pages& pages, const int32_t* table, int64_t head, int64_t group, int64_t first_position,
-            int64_t tokens, const float* q, int64_t ldq, float* out, int64_t ldo, const AttentionScratch& s) {
-    const int64_t dim = pages.head_dim, queries = tokens * group, length = first_position + tokens;
-    const Vec factor = splat(1.0f / std::sqrt(float(dim)));
-    for (int64_t i = 0; i < queries; i++) {
-        const float* from = q + i / group * ldq + i % group * dim;
-        for (int64_t d = 0; d < dim; d += kLanes) store(s.scaled + i * dim + d, _mm256_mul_ps(load(from + d), factor));
-    }
-    s.total.clear(queries, dim);
-    for (int64_t segment = 0; segment < length; segment += kSegment) {
-        s.part.clear(queries, dim);
-        for (int64_t start = segment; start < std::min<int64_t>(segment + kSegment, length); start += kUnit) {
-            const int64_t valid = std::min<int64_t>(kUnit, length - start);
-            const T* keys[kUnit];
-            find_keys<T>(pages, table, head, start, valid, keys);
-            score_all(queries, s.scaled, keys, dim, s.keys, s.scores,
-                      run_ahead<T>(pages, table, 0, head, start + kUnit, length));
-            weigh(s.scores, s.part, queries, group, dim, start, first_position);
-            gather_values<T>(pages, table, head, start, valid, s.scores, queries, s.part.out,
-                             run_ahead<T>(pages, table, 1, head, start + kUnit, length));
+// The tile's queries, to be multiplied with keys: q [tokens, ldq] points at the first of its heads.
+inline void scale_queries(const Tile& tile, int64_t dim, const float* q, int64_t ldq, float* scaled) {
+    const Vec factor = splat(1.44269504f / std::sqrt(float(dim)));
+    for (int64_t t = 0; t < tile.tokens; t++) {
+        for (int64_t i = 0; i < tile.group * dim; i += kLanes) {
+            store(scaled + t * tile.group * dim + i, _mm256_mul_ps(load(q + t * ldq + i), factor));
         }
-        fold(s.total, s.part, queries, dim);
     }
-    for (int64_t i = 0; i < queries; i++) {
-        const Vec share = splat(1.0f / s.total.mass[i]);
-        float* to = out + i / group * ldo + i % group * dim;
-        for (int64_t d = 0; d < dim; d += kLanes) store(to + d, _mm256_mul_ps(load(s.total.out + i * dim + d), share));
+}
+
+// out [tokens, ldo] = the state's weighted means; it points at the first of the tile's heads.
+inline void write_means(const Tile& tile, int64_t dim, const Running& total, float* out, int64_t ldo) {
+    for (int64_t i = 0; i < tile.queries(); i++) {
+        const Vec share = splat(1.0f / total.mass[i]);
+        float* to = out + i / tile.group * ldo + i % tile.group * dim;
+        for (int64_t d = 0; d < dim; d += kLanes) store(to + d, _mm256_mul_ps(load(total.out + i * dim + d), share));
     }
 }
 

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "attention.h"
+#include "attention_plan.h"
 #include "elementwise.h"
 #include "gemm.h"
 #include "team.h"
@@ -57,23 +57,18 @@ class Clock {
     std::chrono::steady_clock::time_point last_;
 };
 
-// Attention work of one task: tokens [first, first + count) of a row, for one KV head.
-struct Task {
-    int32_t row, head, first, count;
-};
-
 constexpr int64_t kRowGrain = 4;  // tokens handed out together where each is little work
 
 class Pass {
   public:
     Pass(const Model& model, const Batch& batch, const Buffers& buffers, float* logits, double* spent)
-        : m_(model), b_(batch), buf_(buffers), logits_(logits), clock_(spent), team_(*model.team) {
+        : m_(model), b_(batch), buf_(buffers), logits_(logits), clock_(spent), team_(*model.team),
+          attention_(team_, {batch.rows, batch.table_width, batch.row_start, batch.positions, batch.table}, model.heads,
+                     model.kv_heads, model.head_dim) {
         q_size_ = m_.heads * m_.head_dim;
         kv_size_ = m_.kv_heads * m_.head_dim;
         ld_qkv_ = q_size_ + 2 * kv_size_;
         ld_act_ = panels_of(m_.intermediate) * kPanel;
-        group_ = m_.heads / m_.kv_heads;
-        plan_attention();
     }
 
     template <class W, class T>
@@ -84,12 +79,10 @@ class Pass {
   private:
     template <class W, class T>
     void pass(int member) {
-        const int64_t room = AttentionScratch::floats(most_queries_, m_.head_dim);
-        const AttentionScratch scratch(team_.scratch(member, room), most_queries_, m_.head_dim);
         team_.each(b_.tokens, [&](int64_t t) { unpack_row<W>(m_.embed, b_.ids[t], buf_.x + t * m_.hidden); });
         tick(member, kEmbed);
         for (int64_t i = 0; i < m_.layers; i++) {
-            attention_half<W, T>(i, scratch, member);
+            attention_half<W, T>(i, member);
             feed_forward_half<W>(m_.layer[i], member);
         }
         team_.each(b_.logits, kRowGrain, [&](int64_t i) {
@@ -102,7 +95,7 @@ class Pass {
     }
 
     template <class W, class T>
-    void attention_half(int64_t index, const AttentionScratch& scratch, int member) {
+    void attention_half(int64_t index, int member) {
         const Layer& layer = m_.layer[index];
         const int64_t dim = m_.head_dim;
         const int64_t per_layer = 2 * m_.kv_heads * m_.block_tokens * dim;
@@ -112,13 +105,7 @@ class Pass {
         tick(member, kQkv);
         team_.each(b_.tokens, kRowGrain, [&](int64_t t) { place<T>(layer, pages, t); });
         tick(member, kPlace);
-        team_.each(int64_t(tasks_.size()), [&](int64_t i) {
-            const Task& task = tasks_[i];
-            const int64_t token = b_.row_start[task.row] + task.first;
-            const int64_t at = task.head * group_ * dim;
-            attend<T>(pages, b_.table + task.row * b_.table_width, task.head, group_, b_.positions[token], task.count,
-                      buf_.qkv + token * ld_qkv_ + at, ld_qkv_, buf_.attended + token * q_size_ + at, q_size_, scratch);
-        });
+        attention_.run<T>(member, pages, {buf_.qkv, ld_qkv_, buf_.attended, q_size_});
         tick(member, kAttention);
         multiply<W>(team_, layer.out, b_.tokens, buf_.attended, q_size_, buf_.x, m_.hidden, Into::kAdd);
         tick(member, kOut);
@@ -164,27 +151,14 @@ class Pass {
         }
     }
 
-    void plan_attention() {
-        const int64_t tile = std::max<int64_t>(1, std::min<int64_t>(kQueryTokens, kMaxQueries / group_));
-        for (int64_t r = 0; r < b_.rows; r++) {
-            const int32_t count = b_.row_start[r + 1] - b_.row_start[r];
-            // Late tiles see the longest history: start with them.
-            for (int32_t first = int32_t((count - 1) / tile * tile); first >= 0; first -= int32_t(tile)) {
-                const int32_t size = std::min<int32_t>(int32_t(tile), count - first);
-                most_queries_ = std::max<int64_t>(most_queries_, size * group_);
-                for (int32_t h = 0; h < m_.kv_heads; h++) tasks_.push_back({int32_t(r), h, first, size});
-            }
-        }
-    }
-
     const Model& m_;
     const Batch& b_;
     const Buffers& buf_;
     float* logits_;
     Clock clock_;
     Team& team_;
-    int64_t q_size_, kv_size_, ld_qkv_, ld_act_, group_, most_queries_ = 1;
-    std::vector<Task> tasks_;
+    AttentionPlan attention_;
+    int64_t q_size_, kv_size_, ld_qkv_, ld_act_;
 };
 
 template <class W>
@@ -223,6 +197,27 @@ void hortator_multiply(Team* team, const Matrix* w, int64_t half, int64_t m, con
     team->run([&](int) {
         half ? multiply<Half>(*team, *w, m, a, w->k, c, ldc, into)
              : multiply<float>(*team, *w, m, a, w->k, c, ldc, into);
+    });
+}
+
+// What `hortator_attend` works on: layer `layer` of paged KV [block, layers, 2, kv_heads, block_tokens, head_dim].
+struct AttentionCall {
+    void* kv;
+    int64_t half_kv, layer, layers, heads, kv_heads, head_dim, block_tokens, rows, table_width;
+    const int32_t *row_start, *positions, *table;
+    const float* q;  // [tokens, heads, head_dim], as out
+    float* out;
+};
+
+// Attention of a ragged batch by itself, for tests and measurements.
+void hortator_attend(Team* team, const AttentionCall* c) {
+    const int64_t per_layer = 2 * c->kv_heads * c->block_tokens * c->head_dim, ld = c->heads * c->head_dim;
+    const Pages pages{c->kv, c->layers * per_layer, c->layer * per_layer, c->kv_heads, c->block_tokens, c->head_dim};
+    const Sequences rows{c->rows, c->table_width, c->row_start, c->positions, c->table};
+    AttentionPlan plan(*team, rows, c->heads, c->kv_heads, c->head_dim);
+    const Heads heads{c->q, ld, c->out, ld};
+    team->run([&](int member) {
+        c->half_kv ? plan.run<Half>(member, pages, heads) : plan.run<float>(member, pages, heads);
     });
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "attention.h"
+#include "simd.h"
 
 namespace hortator {
 

@@ -32,7 +32,7 @@ inline void wait_while(const std::atomic<Word>& word, Word old, std::chrono::mic
 
 class Team {
   public:
-    explicit Team(int size) : size_(size), scratch_(size) {
+    explicit Team(int size) : size_(size), scratch_(size + 1) {
         for (int i = 1; i < size_; i++) members_.emplace_back([this, i] { serve(i); });
     }
     ~Team() {
@@ -92,6 +92,9 @@ class Team {
         return reinterpret_cast<float*>((address + 63) / 64 * 64);
     }
 
+    // The same for all members together: to be asked for before run(), by the caller.
+    float* shared(int64_t floats) { return scratch(size_, floats); }
+
   private:
     // run_: number of the run << 32 | closed to members | members inside it, other than the caller.
     static constexpr uint64_t kClosed = uint64_t(1) << 31, kInside = kClosed - 1;
@@ -144,7 +147,7 @@ class Team {
     const int size_;
     const std::function<void(int)>* work_ = nullptr;
     uint32_t base_ = 0;
-    std::vector<std::vector<float>> scratch_;
+    std::vector<std::vector<float>> scratch_;  // of each member, and of all together
     std::atomic<bool> stopping_{false};
     alignas(64) std::atomic<uint32_t> called_{0};
     alignas(64) std::atomic<uint64_t> run_{kClosed};
