@@ -154,8 +154,7 @@ class _Builder:
             return TorchDecoder(self._folder, self._device, self._kv)
         team = self._muster(candidate)
         if self._native is None:
-            half = self._device.weight_dtype == "float16"
-            self._native = NativeDecoder(team, self._folder, half, self._kv)
+            self._native = NativeDecoder(team, self._folder, self._device.form, self._kv)
         self._native.use(team)
         self._dismiss()
         self._team = team

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from services.worker.engine.batch import RaggedBatch, build_batch, prompt_logprob_span
 from services.worker.engine.choose import Scope, choose
 from services.worker.engine.cuda.decoder import CudaDecoder
-from services.worker.engine.cuda.draw import to_host
+from services.worker.engine.cuda.draw import OnTheWay
 from services.worker.engine.decoder import Timed
 from services.worker.engine.device import Device
 from services.worker.engine.kvcache import KvCache, plan_kv
@@ -120,7 +120,7 @@ class TorchExecutor:
         logits, tokens = self._decoder.forward(batch), None
         if isinstance(self._decoder, CudaDecoder):
             tokens = self._decoder.drawn(logits, step, slots)
-            logits = logits if tokens is not None else to_host(logits)
+            logits = logits if tokens is not None else OnTheWay(logits).wait()
         computed = time.perf_counter()
         if tokens is not None:
             self._take(output, batch, np.flatnonzero(step.samples), tokens)

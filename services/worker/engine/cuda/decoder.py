@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.cuda.attention import Attend, choose_attention
-from services.worker.engine.cuda.draw import PlainDraw, PlainDraws, draw_plain, to_host
+from services.worker.engine.cuda.draw import OnTheWay, PlainDraw, PlainDraws, draw_plain
 from services.worker.engine.cuda.inputs import (
     BUCKETS,
     StepInputs,
@@ -81,7 +81,8 @@ class CudaDecoder:
         self._plans = PlainDraws()
         self._graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
-        self._captures = graphs
+        self.captures = graphs
+        """Whether decode steps are replayed from graphs."""
         most = self._attention.width(-(-c.max_len // kv.block_tokens))
         size = packed_size(BUCKETS[-1], most)
         self._inputs = torch.zeros(size, dtype=torch.int32, device=self._device)
@@ -91,7 +92,7 @@ class CudaDecoder:
 
     def detail(self) -> dict[str, str]:
         why = f" ({self._reason})" if self._reason else ""
-        graphs = f"decode steps of up to {BUCKETS[-1]} rows" if self._captures else "off"
+        graphs = f"decode steps of up to {BUCKETS[-1]} rows" if self.captures else "off"
         return {"kernels": "cuda", "attention": self._attention.name + why, "graphs": graphs}
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -99,7 +100,7 @@ class CudaDecoder:
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits [len(batch.logit_tokens), vocab], float32 on the device; the next call overwrites them."""
-        rows = bucket_of(batch) if self._captures else None
+        rows = bucket_of(batch) if self.captures else None
         if rows is None:
             self._attention.plan(batch, fixed=False)
             flat = pack(batch, self._cuda).to(self._device, non_blocking=True)
@@ -116,7 +117,7 @@ class CudaDecoder:
         `logits` are those of the step, no more.
         """
         plan = self._plans.of(step, slots)
-        return None if plan is None else to_host(self.draw(logits, plan)).numpy().astype(np.int32)
+        return None if plan is None else OnTheWay(self.draw(logits, plan)).wait().numpy().astype(np.int32)
 
     def draw(self, logits: torch.Tensor, plan: PlainDraw) -> torch.Tensor:
         """The tokens of `draw_plain`, on the device; the device remembers them as each slot's last."""

@@ -96,14 +96,25 @@ def draw_plain(logits: torch.Tensor, plan: PlainDraw) -> torch.Tensor:
     return torch.where(low.isfinite() & high.isfinite(), tokens, NOT_FINITE)
 
 
-def to_host(value: torch.Tensor) -> torch.Tensor:
-    """`value` on the CPU, through pinned memory if it comes from a device."""
-    if value.device.type != "cuda":
-        return value
-    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    host.copy_(value, non_blocking=True)
-    torch.cuda.current_stream(value.device).synchronize()
-    return host
+class OnTheWay:
+    """A tensor that is being copied to the host behind what its device has been given so far.
+
+    Nothing given to the device afterwards delays it: a further step may be, before `wait`.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._host, self._arrived = value, None
+        if value.device.type == "cuda":
+            self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._host.copy_(value, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        """The copy, on the CPU."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
 
 
 def _upload(value: torch.Tensor, device: torch.device) -> torch.Tensor:
