@@ -2,12 +2,17 @@
 
 import asyncio
 import gc
+import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 from services.worker.executors import make_runner
 from services.worker.service import Identity, WorkerService
 from services.worker.settings import WorkerSettings
+from shared.model import ModelError
+from shared.model.resolve import served_folder
 from shared.runtime.service import ServiceContext, run
 from shared.runtime.settings import load
 
@@ -44,7 +49,13 @@ async def serve(context: ServiceContext) -> None:
 
 
 def main() -> None:
-    run(load(WorkerSettings), "worker", serve)
+    settings = load(WorkerSettings)
+    if settings.model_dir:
+        try:  # a .gguf file is converted once, before anybody counts on this worker
+            settings = replace(settings, model_dir=str(served_folder(Path(settings.model_dir))))
+        except ModelError as error:
+            sys.exit(f"worker: {error}")
+    run(settings, "worker", serve)
 
 
 if __name__ == "__main__":
