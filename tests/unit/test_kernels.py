@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from services.worker.engine.device import Device  # noqa: E402
+from services.worker.engine.formats import FORMATS, quantize_groups, rounded  # noqa: E402
 from services.worker.engine.native import build  # noqa: E402
 
 try:
@@ -21,43 +23,89 @@ except build.KernelsUnavailable as error:
     pytest.skip(f"no native kernels here: {error}", allow_module_level=True)
 
 
+FORM = st.sampled_from(list(FORMATS.values()))
+
+
 def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=30, deadline=None)
+def dequantized(x):
+    codes, scales = quantize_groups(x)
+    return (codes.view(*scales.shape, -1) * scales[..., None]).view(len(x), -1)[:, : x.shape[1]]
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 200),
     k=st.integers(1, 700),
     m=st.one_of(st.integers(1, 20), st.integers(180, 230)),
-    half=st.booleans(),
+    form=FORM,
     biased=st.booleans(),
     add=st.booleans(),
 )
-def test_products_match_torch_for_any_shape(n, k, m, half, biased, add):
+def test_products_match_torch_for_any_shape(n, k, m, form, biased, add):
     weight, x = random(n, k, seed=1), random(m, k, seed=2)
     bias = random(n, seed=3) if biased else None
     into = random(m, round_up(n), seed=4)
-    expected = x.double() @ (weight.half() if half else weight).double().T
+    left = dequantized(x) if form.dynamic else x
+    expected = left.double() @ rounded(weight, form).double().T
     expected += 0 if bias is None else bias.double()
     expected += into[:, :n].double() if add else 0
-    got = KERNELS.pack(weight, half, bias).multiply(x, into.clone() if add else None)
+    got = KERNELS.pack(weight, form, bias).multiply(x, into.clone() if add else None)
     assert got.shape == (m, round_up(n))
     assert torch.allclose(got[:, :n].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=25, deadline=None)
-@given(m=st.integers(2, 220), row=st.integers(0, 10_000), k=st.integers(1, 700), half=st.booleans())
-def test_a_rows_product_has_the_same_bits_whatever_stands_beside_it(m, row, k, half):
-    packed, x = KERNELS.pack(random(33, k), half), random(m, k, seed=1)
+@given(m=st.integers(2, 220), row=st.integers(0, 10_000), k=st.integers(1, 700), form=FORM)
+def test_a_rows_product_has_the_same_bits_whatever_stands_beside_it(m, row, k, form):
+    packed, x = KERNELS.pack(random(33, k), form), random(m, k, seed=1)
     row %= m
     alone = packed.multiply(x[row : row + 1].contiguous())
     assert torch.equal(packed.multiply(x)[row], alone[0])
 
 
 def test_weights_beyond_the_range_of_sixteen_bit_are_clamped_not_infinite():
-    packed = KERNELS.pack(torch.tensor([[1e6], [-1e6]]), half=True)
+    packed = KERNELS.pack(torch.tensor([[1e6], [-1e6]]), FORMATS["float16"])
     assert packed.multiply(torch.ones(1, 1))[0, :2].tolist() == [65504.0, -65504.0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(k=st.integers(1, 300), form=st.sampled_from([f for f in FORMATS.values() if f.top]))
+def test_int8_products_are_those_of_the_reference(k, form):
+    weight, x = random(40, k, seed=5), random(9, k, seed=6)
+    bias = random(40, seed=7)
+    expected = Device("cpu", form.name).linear(weight, bias)(x)
+    got = KERNELS.pack(weight, form, bias).multiply(x)[:, :40]
+    assert torch.allclose(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_extreme_codes_do_not_saturate(sign):
+    k = 1536
+    weight, x = torch.full((16, k), 3.0), torch.full((8, k), 2.0 * sign)
+    packed = KERNELS.pack(weight, FORMATS["int8-dynamic"])
+    assert torch.allclose(packed.multiply(x), torch.full((8, 16), 6.0 * k * sign), rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_spoils_its_row_and_its_output_alone(form, bad):
+    weight, x = random(20, 100), random(5, 100, seed=1)
+    clean = KERNELS.pack(weight, form).multiply(x)[:, :20]
+    spoilt_x = x.clone()
+    spoilt_x[3, 70] = bad
+    got = KERNELS.pack(weight, form).multiply(spoilt_x)[:, :20]
+    assert not got[3].isfinite().any()
+    assert torch.equal(got[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
+    if form.name == "float16" and bad == float("inf"):
+        return  # 16-bit weights are clamped
+    weight[7, 40] = bad
+    got = KERNELS.pack(weight, form).multiply(x)[:, :20]
+    assert not got[:, 7].isfinite().any()
+    others = [i for i in range(20) if i != 7]
+    assert torch.equal(got[:, others], clean[:, others])
 
 
 @given(n=st.integers(1, 70), k=st.integers(1, 5))

@@ -67,7 +67,7 @@ class TorchDecoder:
         self._kv = kv
         embed = folder.tensor("model.embed_tokens.weight")
         head = embed if self.config.tied else folder.tensor("lm_head.weight")
-        self._embed = device.tensor(embed)
+        self._embed = device.embedding(embed)
         self._head = device.linear(head, None)
         self._norm = device.tensor(folder.tensor("model.norm.weight"))
         self._layers = [self._load(layer) for layer in folder.layers()]

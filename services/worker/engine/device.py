@@ -7,14 +7,22 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from services.worker.engine.formats import (
+    WeightFormat,
+    dequantize,
+    quantize,
+    quantize_groups,
+    rounded,
+    weight_format,
+)
+
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
-WEIGHT_DTYPES = ("float32", "float16")
-CUDA_DTYPES = (*WEIGHT_DTYPES, "bfloat16")
+CUDA_DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Device:
-    """One torch device. `weight_dtype` float16 keeps matrices at 16 bit; activations are float32."""
+    """One torch device. `weight_dtype` is a weight format (`formats.py`) on CPUs; activations are float32."""
 
     def __init__(self, name: str, weight_dtype: str) -> None:
         self.torch = torch.device(name)
@@ -23,9 +31,12 @@ class Device:
                 f"--dtype bfloat16 is computed on CUDA devices only, not on {name}: take float16, as "
                 "small, or --device cuda"
             )
-        known = CUDA_DTYPES if self.torch.type == "cuda" else WEIGHT_DTYPES
-        if weight_dtype not in known:
-            raise ValueError(f"--dtype {weight_dtype}: choose one of {', '.join(known)}")
+        if self.torch.type != "cuda":
+            self._form: WeightFormat | None = weight_format(weight_dtype)
+        elif weight_dtype in CUDA_DTYPES:
+            self._form = None
+        else:
+            raise ValueError(f"--dtype {weight_dtype} on {name}: choose one of {', '.join(CUDA_DTYPES)}")
         if self.torch.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(
                 f"--device {name}: torch {torch.__version__} sees no CUDA device here; check nvidia-smi and "
@@ -33,8 +44,19 @@ class Device:
             )
         self.weight_dtype = weight_dtype
 
+    @property
+    def form(self) -> WeightFormat:
+        """How matrices are kept on a CPU."""
+        if self._form is None:
+            raise ValueError(f"{self.torch} keeps matrices as {self.weight_dtype} tensors")
+        return self._form
+
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.torch)
+
+    def embedding(self, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` [vocab, hidden] float32 for looking rows up: the values the format keeps, float32."""
+        return self.tensor(weight if self._form is None else rounded(weight, self._form))
 
     def index(self, value: NDArray[np.int32]) -> torch.Tensor:
         """An index array as int64 on the device."""
@@ -42,6 +64,8 @@ class Device:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """x [rows, in] → x · weightᵀ + bias [rows, out], both float32. `weight` is [out, in] float32."""
+        if self._form is not None and self._form.top is not None:
+            return _int8_linear(weight, bias, self._form)
         if self.weight_dtype == "float32":
             w, b = self.tensor(weight), None if bias is None else self.tensor(bias)
             return lambda x: F.linear(x, w, b)
@@ -52,3 +76,19 @@ class Device:
         dtype = getattr(torch, self.weight_dtype)
         half, half_bias = self.tensor(weight).to(dtype), None if bias is None else self.tensor(bias).to(dtype)
         return lambda x: F.linear(x.to(dtype), half, half_bias).float()
+
+
+def _int8_linear(weight: torch.Tensor, bias: torch.Tensor | None, form: WeightFormat) -> Linear:
+    """The reference of int8 arithmetic: what codes stand for, multiplied in float32."""
+    assert form.top is not None
+    codes, scales = quantize(weight, form.top)
+    inputs = weight.shape[1]
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        if form.dynamic:
+            x_codes, x_scales = quantize_groups(x)
+            x = dequantize(x_codes.view(*x_scales.shape, -1), x_scales).view(len(x), -1)[:, :inputs]
+        product = F.linear(x, codes.float()) * scales
+        return product if bias is None else product + bias
+
+    return multiply

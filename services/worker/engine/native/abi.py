@@ -1,4 +1,4 @@
-"""The structs of `src/decoder.cpp` and `src/gemm.h`, field for field."""
+"""The structs of `src/decoder.cpp`, `src/matrix.h` and `src/int8.h`, field for field."""
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
@@ -7,7 +7,17 @@ Pointer = c_void_p
 
 
 class Matrix(Structure):
-    _fields_ = (("panels", Pointer), ("bias", Pointer), ("n", c_int64), ("k", c_int64))
+    _fields_ = (
+        ("panels", Pointer),
+        ("bias", Pointer),
+        ("scale", Pointer),
+        ("n", c_int64),
+        ("k", c_int64),
+    )
+
+
+class Codes(Structure):
+    _fields_ = (("values", Pointer), ("scales", Pointer))
 
 
 class Layer(Structure):
@@ -32,7 +42,7 @@ class Model(Structure):
         ("head_dim", c_int64),
         ("layers", c_int64),
         ("block_tokens", c_int64),
-        ("half_weights", c_int64),
+        ("weights", c_int64),
         ("half_kv", c_int64),
         ("eps", c_float),
         ("cos", Pointer),
@@ -69,6 +79,7 @@ class Buffers(Structure):
         ("qkv", Pointer),
         ("attended", Pointer),
         ("act", Pointer),
+        ("codes", Codes),
     )
 
 
@@ -100,7 +111,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hortator_muster.restype = Pointer
     library.hortator_dismiss.argtypes = [Pointer]
     library.hortator_dismiss.restype = None
-    library.hortator_pack.argtypes = [Pointer, Pointer, c_int64, c_int64, c_int64, Pointer]
+    library.hortator_pack.argtypes = [Pointer, Pointer, c_int64, c_int64, POINTER(Matrix)]
     library.hortator_pack.restype = None
     library.hortator_multiply.argtypes = [
         Pointer,
@@ -108,8 +119,10 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         c_int64,
         c_int64,
         Pointer,
+        c_int64,
         Pointer,
         c_int64,
+        POINTER(Codes),
     ]
     library.hortator_multiply.restype = None
     library.hortator_attend.argtypes = [Pointer, POINTER(AttentionCall)]

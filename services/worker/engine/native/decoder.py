@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
+from services.worker.engine.formats import GROUP, WeightFormat
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.memory import Arena, room
 from services.worker.engine.native import abi, build
@@ -34,11 +35,15 @@ class Kernels:
         """Ends the team's threads; nothing may be computed afterwards."""
 
     def pack(
-        self, weight: torch.Tensor, half: bool, bias: torch.Tensor | None = None, arena: Arena | None = None
+        self,
+        weight: torch.Tensor,
+        form: WeightFormat,
+        bias: torch.Tensor | None = None,
+        arena: Arena | None = None,
     ) -> "PackedMatrix":
         """`weight` [n, k] float32 and `bias` [n] in the kernels' layout, inside `arena` if given."""
         n, k = weight.shape
-        return PackedMatrix(self, weight, half, bias, arena or Arena(packed_bytes(n, k, half)))
+        return PackedMatrix(self, weight, form, bias, arena or Arena(packed_bytes(n, k, form)))
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """(all finite, index of the first maximum) of each row of `values`."""
@@ -54,18 +59,25 @@ class PackedMatrix:
     """Owns the memory an `abi.Matrix` points to."""
 
     def __init__(
-        self, kernels: Kernels, weight: torch.Tensor, half: bool, bias: torch.Tensor | None, arena: Arena
+        self,
+        kernels: Kernels,
+        weight: torch.Tensor,
+        form: WeightFormat,
+        bias: torch.Tensor | None,
+        arena: Arena,
     ) -> None:
         n, k = weight.shape
-        padded = round_up(n)
+        padded, inputs = round_up(n), round_up(k, form.alignment)
         weight = weight.contiguous()
-        self.half = half
+        self.form = form
+        self._inputs = k
         self._kernels = kernels
-        self._panels = arena.take(padded * k, torch.float16 if half else torch.float32)
+        self._panels = arena.take(padded * inputs * form.bytes, torch.uint8)
         self._bias = None if bias is None else torch.nn.functional.pad(bias, (0, padded - n)).contiguous()
-        to = int(half), self._panels.data_ptr()
-        kernels.library.hortator_pack(kernels.team, weight.data_ptr(), n, k, *to)
-        self.abi = abi.Matrix(self._panels.data_ptr(), _address(self._bias), n, k)
+        self._scale = None if form.top is None else torch.empty(padded)
+        own = _address(self._bias), _address(self._scale)
+        self.abi = abi.Matrix(self._panels.data_ptr(), *own, n, inputs)
+        kernels.library.hortator_pack(kernels.team, weight.data_ptr(), k, form.code, self.abi)
 
     @property
     def bytes(self) -> int:
@@ -75,20 +87,29 @@ class PackedMatrix:
         """x [m, k] · wᵀ as [m, n rounded up to 16]; added to `into`, of that shape, if given."""
         m = len(x)
         out = torch.empty(m, round_up(self.abi.n)) if into is None else into
-        to = out.data_ptr(), int(into is not None)
-        self._kernels.library.hortator_multiply(
-            self._kernels.team, self.abi, int(self.half), m, x.data_ptr(), *to
-        )
+        codes = Codes(m, self.abi.k) if self.form.dynamic else None
+        to = out.data_ptr(), int(into is not None), codes.abi if codes else abi.Codes()
+        what = x.data_ptr(), self._inputs
+        self._kernels.library.hortator_multiply(self._kernels.team, self.abi, self.form.code, m, *what, *to)
         return out
 
 
-def packed_bytes(n: int, k: int, half: bool) -> int:
-    """Memory that weights [n, k] take when packed."""
-    return round_up(n) * k * (2 if half else 4)
+class Codes:
+    """Memory for `rows` of at most `width` activations while they are quantised."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self._values = torch.empty(rows, round_up(width, GROUP), dtype=torch.int8)
+        self._scales = torch.empty(rows, round_up(width, GROUP) // GROUP)
+        self.abi = abi.Codes(self._values.data_ptr(), self._scales.data_ptr())
 
 
-def round_up(n: int) -> int:
-    return -(-n // PANEL) * PANEL
+def packed_bytes(n: int, k: int, form: WeightFormat) -> int:
+    """Memory that weights [n, k] take when packed, scales not counted."""
+    return round_up(n) * round_up(k, form.alignment) * form.bytes
+
+
+def round_up(n: int, step: int = PANEL) -> int:
+    return -(-n // step) * step
 
 
 def why_not(config: ModelConfig, kv: KvCache) -> str | None:
@@ -103,13 +124,13 @@ def why_not(config: ModelConfig, kv: KvCache) -> str | None:
 
 
 class NativeDecoder:
-    """`services.worker.engine.decoder.Decoder` in C++; weights float32 or 16 bit, arithmetic float32."""
+    """`services.worker.engine.decoder.Decoder` in C++."""
 
-    def __init__(self, kernels: Kernels, folder: ModelFolder, half: bool, kv: KvCache) -> None:
+    def __init__(self, kernels: Kernels, folder: ModelFolder, form: WeightFormat, kv: KvCache) -> None:
         c = self.config = folder.config
-        self._kernels, self._half, self._kv = kernels, half, kv
+        self._kernels, self._form, self._kv = kernels, form, kv
         self._keep: list[object] = []
-        self._arena = Arena(weight_bytes(c, half))
+        self._arena = Arena(weight_bytes(c, form))
         layers = (abi.Layer * c.layers)(*(self._layer(w) for w in folder.layers()))
         embed = self._matrix(folder.tensor("model.embed_tokens.weight"))
         head = embed if c.tied else self._matrix(folder.tensor("lm_head.weight"))
@@ -122,7 +143,7 @@ class NativeDecoder:
             head_dim=c.head_dim,
             layers=c.layers,
             block_tokens=kv.block_tokens,
-            half_weights=int(half),
+            weights=form.code,
             half_kv=int(kv.data.dtype == torch.float16),
             eps=c.norm_eps,
             cos=self._vector(cos),
@@ -200,7 +221,7 @@ class NativeDecoder:
         )
 
     def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> abi.Matrix:
-        packed = self._kernels.pack(weight, self._half, bias, self._arena)
+        packed = self._kernels.pack(weight, self._form, bias, self._arena)
         self._keep.append(packed)
         return packed.abi
 
@@ -216,10 +237,12 @@ class NativeDecoder:
         self._room = max(tokens, 2 * self._room)
         widths = (c.hidden, c.hidden, c.q_size + 2 * c.kv_size, c.q_size, round_up(c.intermediate))
         self._memory = [torch.empty(self._room, width) for width in widths]
-        self._buffers = abi.Buffers(*(m.data_ptr() for m in self._memory))
+        self._codes = Codes(self._room, max(widths)) if self._form.dynamic else None
+        codes = self._codes.abi if self._codes else abi.Codes()
+        self._buffers = abi.Buffers(*(m.data_ptr() for m in self._memory), codes)
 
 
-def weight_bytes(c: ModelConfig, half: bool) -> int:
+def weight_bytes(c: ModelConfig, form: WeightFormat) -> int:
     """Memory that all matrices of a model take when packed."""
     layer = (
         (c.q_size + 2 * c.kv_size, c.hidden),
@@ -228,7 +251,7 @@ def weight_bytes(c: ModelConfig, half: bool) -> int:
         (c.hidden, c.intermediate),
     )
     tables = [(c.vocab_size, c.hidden)] * (1 if c.tied else 2)
-    return room([packed_bytes(n, k, half) for n, k in (*layer * c.layers, *tables)])
+    return room([packed_bytes(n, k, form) for n, k in (*layer * c.layers, *tables)])
 
 
 def interleave(gate_up: torch.Tensor) -> torch.Tensor:

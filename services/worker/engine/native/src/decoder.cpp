@@ -19,7 +19,7 @@ struct Layer {
 
 struct Model {
     int64_t hidden, intermediate, heads, kv_heads, head_dim, layers, block_tokens;
-    int64_t half_weights, half_kv;
+    int64_t weights, half_kv;  // weights: a Format
     float eps;
     const float *cos, *sin;  // [max_len, head_dim / 2]
     const Layer* layer;
@@ -37,6 +37,7 @@ struct Batch {
 // Activations, [tokens, …] each; act's rows are rounded up to a panel.
 struct Buffers {
     float *x, *normed, *qkv, *attended, *act;
+    Codes codes;  // of the widest activations, if weights are kInt8Dynamic
 };
 
 // Where the time of a pass goes: seconds per kind of work, added up over passes. `PHASES` in ../decoder.py names them.
@@ -79,7 +80,7 @@ class Pass {
   private:
     template <class W, class T>
     void pass(int member) {
-        team_.each(b_.tokens, [&](int64_t t) { unpack_row<W>(m_.embed, b_.ids[t], buf_.x + t * m_.hidden); });
+        team_.each(b_.tokens, [&](int64_t t) { unpack_row<W>(m_.embed, b_.ids[t], m_.hidden, buf_.x + t * m_.hidden); });
         tick(member, kEmbed);
         for (int64_t i = 0; i < m_.layers; i++) {
             attention_half<W, T>(i, member);
@@ -90,7 +91,7 @@ class Pass {
         });
         tick(member, kNorm);
         multiply<W>(team_, m_.head, b_.logits, buf_.normed, m_.hidden, logits_, panels_of(m_.head.n) * kPanel,
-                    Into::kStore);
+                    Into::kStore, buf_.codes);
         tick(member, kHead);
     }
 
@@ -101,22 +102,22 @@ class Pass {
         const int64_t per_layer = 2 * m_.kv_heads * m_.block_tokens * dim;
         const Pages pages{m_.kv, m_.layers * per_layer, index * per_layer, m_.kv_heads, m_.block_tokens, dim};
         norm_all(layer.input_norm, member);
-        multiply<W>(team_, layer.qkv, b_.tokens, buf_.normed, m_.hidden, buf_.qkv, ld_qkv_, Into::kStore);
+        multiply<W>(team_, layer.qkv, b_.tokens, buf_.normed, m_.hidden, buf_.qkv, ld_qkv_, Into::kStore, buf_.codes);
         tick(member, kQkv);
         team_.each(b_.tokens, kRowGrain, [&](int64_t t) { place<T>(layer, pages, t); });
         tick(member, kPlace);
         attention_.run<T>(member, pages, {buf_.qkv, ld_qkv_, buf_.attended, q_size_});
         tick(member, kAttention);
-        multiply<W>(team_, layer.out, b_.tokens, buf_.attended, q_size_, buf_.x, m_.hidden, Into::kAdd);
+        multiply<W>(team_, layer.out, b_.tokens, buf_.attended, q_size_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
         tick(member, kOut);
     }
 
     template <class W>
     void feed_forward_half(const Layer& layer, int member) {
         norm_all(layer.post_norm, member);
-        multiply_silu<W>(team_, layer.gate_up, b_.tokens, buf_.normed, m_.hidden, buf_.act, ld_act_);
+        multiply_silu<W>(team_, layer.gate_up, b_.tokens, buf_.normed, m_.hidden, buf_.act, ld_act_, buf_.codes);
         tick(member, kGateUp);
-        multiply<W>(team_, layer.down, b_.tokens, buf_.act, ld_act_, buf_.x, m_.hidden, Into::kAdd);
+        multiply<W>(team_, layer.down, b_.tokens, buf_.act, ld_act_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
         tick(member, kDown);
     }
 
@@ -161,9 +162,15 @@ class Pass {
     int64_t q_size_, kv_size_, ld_qkv_, ld_act_;
 };
 
-template <class W>
-void run_kv(Pass& pass, const Model& model) {
-    model.half_kv ? pass.run<W, Half>() : pass.run<W, float>();
+// Calls `work` with an (unusable) pointer to the type of weights that `format` names.
+template <class Work>
+void with_weights(int64_t format, Work work) {
+    switch (format) {
+        case kFloat32: return work(static_cast<float*>(nullptr));
+        case kFloat16: return work(static_cast<Half*>(nullptr));
+        case kInt8: return work(static_cast<Int8*>(nullptr));
+        default: return work(static_cast<Int8Dynamic*>(nullptr));
+    }
 }
 
 }  // namespace hortator
@@ -175,28 +182,29 @@ extern "C" {
 // Logits [batch.logits, vocab rounded up to 16] of `batch`; writes the KV of its tokens and adds to spent [kPhases].
 void hortator_forward(const Model* model, const Batch* batch, const Buffers* buffers, float* logits, double* spent) {
     Pass pass(*model, *batch, *buffers, logits, spent);
-    model->half_weights ? run_kv<Half>(pass, *model) : run_kv<float>(pass, *model);
+    with_weights(model->weights, [&]<class W>(W*) { model->half_kv ? pass.run<W, Half>() : pass.run<W, float>(); });
 }
 
 // A team of `threads`, the caller included; it lives until hortator_dismiss.
 Team* hortator_muster(int64_t threads) { return new Team(int(threads)); }
 void hortator_dismiss(Team* team) { delete team; }
 
-// Panels of weights [n, k]; `panels` holds n rounded up to 16, times k, elements.
-void hortator_pack(Team* team, const float* weights, int64_t n, int64_t k, int64_t half, void* panels) {
-    team->run([&](int) {
-        half ? pack(*team, weights, n, k, static_cast<Half*>(panels))
-             : pack(*team, weights, n, k, static_cast<float*>(panels));
+// Fills w.panels (n rounded up to 16, times w.k, elements) and, of int8 formats, w.scale with weights [n, k];
+// inputs from k to w.k are zero.
+void hortator_pack(Team* team, const float* weights, int64_t k, int64_t format, const Matrix* w) {
+    with_weights(format, [&]<class W>(W*) {
+        W* panels = static_cast<W*>(const_cast<void*>(w->panels));
+        team->run([&](int) { pack(*team, weights, k, *w, panels, const_cast<float*>(w->scale)); });
     });
 }
 
 // c [m, n rounded up to 16] = or += a [m, k] · wᵀ: one matrix product by itself, for tests and measurements.
-void hortator_multiply(Team* team, const Matrix* w, int64_t half, int64_t m, const float* a, float* c, int64_t add) {
+void hortator_multiply(Team* team, const Matrix* w, int64_t format, int64_t m, const float* a, int64_t k, float* c,
+                       int64_t add, const Codes* codes) {
     const int64_t ldc = panels_of(w->n) * kPanel;
     const Into into = add ? Into::kAdd : Into::kStore;
-    team->run([&](int) {
-        half ? multiply<Half>(*team, *w, m, a, w->k, c, ldc, into)
-             : multiply<float>(*team, *w, m, a, w->k, c, ldc, into);
+    with_weights(format, [&]<class W>(W*) {
+        team->run([&](int) { multiply<W>(*team, *w, m, a, k, c, ldc, into, *codes); });
     });
 }
 

@@ -1,31 +1,22 @@
-// Matrix products with packed weights: c [m, n] = a [m, k] · wᵀ, weights float32 or 16 bit, arithmetic float32.
+// Matrix products with packed weights: c [m, n] = a [m, k] · wᵀ, weights in any format, a and c float32.
 //
 // Every element of c is one chain of fused multiply-adds over k in ascending order, cut into the same stretches
-// whatever m is: a row's result does not depend on the rows beside it.
+// whatever m is: a row's result does not depend on the rows beside it. Integer products are in int8.h.
 #pragma once
 #include <algorithm>
 #include <cstddef>
 
+#include "int8.h"
+#include "matrix.h"
 #include "simd.h"
 #include "team.h"
 
 namespace hortator {
 
-constexpr int kPanel = 16;      // outputs side by side in one panel: two vectors
 constexpr int kTileRows = 6;    // 6 × 2 accumulators leave registers for weights and one broadcast
 constexpr int kGroup = 2;       // panels per task
 constexpr int kStretch = 320;   // longest stretch of k: an expanded panel of it stays in the L1 cache
 constexpr int kRowBlock = 192;  // rows × stretch of a stay in the L2 cache
-
-// Weights [n, k] as panels [n / 16][k][16], zero beyond n; bias [n rounded up to 16] or null.
-struct Matrix {
-    const void* panels;
-    const float* bias;
-    int64_t n;
-    int64_t k;
-};
-
-inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
 // Length of the stretches k is cut into; a multiple of 8 so that expanding works on whole vectors.
 inline int64_t stretch_of(int64_t k) {
@@ -33,12 +24,10 @@ inline int64_t stretch_of(int64_t k) {
     return ((k + parts - 1) / parts + 7) / 8 * 8;
 }
 
-enum class Into { kStore, kAdd };
-
-// c [R, P × 16] = or += a [R, k] · b, b being P panels `panel_step` apart whose rows are `ldb` apart.
+// c [R, P × 16] = or += a [R, k] · b, b being P panels `panel_step` apart.
 template <int R, int P, class W>
-inline void tile(int64_t k, const float* a, int64_t lda, const W* b, int64_t ldb, int64_t panel_step, float* c,
-                 int64_t ldc, Into into, const float* bias) {
+inline void tile(int64_t k, const float* a, int64_t lda, const W* b, int64_t panel_step, float* c, int64_t ldc,
+                 Into into, Channels channels) {
     Vec acc[R][2 * P];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -48,8 +37,8 @@ inline void tile(int64_t k, const float* a, int64_t lda, const W* b, int64_t ldb
     for (int64_t i = 0; i < k; i++) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            const Vec left = load(b + i * ldb + p * panel_step);
-            const Vec right = load(b + i * ldb + p * panel_step + kLanes);
+            const Vec left = load(b + i * kPanel + p * panel_step);
+            const Vec right = load(b + i * kPanel + p * panel_step + kLanes);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 const Vec x = splat(a[r * lda + i]);
@@ -62,50 +51,63 @@ inline void tile(int64_t k, const float* a, int64_t lda, const W* b, int64_t ldb
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * P; j++) {
-            float* out = c + r * ldc + j * kLanes;
-            Vec v = acc[r][j];
-            if (into == Into::kAdd) v = _mm256_add_ps(load(out), v);
-            if (bias) v = _mm256_add_ps(v, load(bias + j * kLanes));
-            store(out, v);
+            channels.put(acc[r][j], j * kLanes, c + r * ldc + j * kLanes, into);
         }
     }
 }
 
 // One call of `tile` for a number of rows known only now.
 template <int P, class W>
-inline void tile_rows(int rows, int64_t k, const float* a, int64_t lda, const W* b, int64_t ldb, int64_t panel_step,
-                      float* c, int64_t ldc, Into into, const float* bias) {
+inline void tile_rows(int rows, int64_t k, const float* a, int64_t lda, const W* b, int64_t panel_step, float* c,
+                      int64_t ldc, Into into, Channels channels) {
     switch (rows) {
-        case 1: return tile<1, P>(k, a, lda, b, ldb, panel_step, c, ldc, into, bias);
-        case 2: return tile<2, P>(k, a, lda, b, ldb, panel_step, c, ldc, into, bias);
-        case 3: return tile<3, P>(k, a, lda, b, ldb, panel_step, c, ldc, into, bias);
-        case 4: return tile<4, P>(k, a, lda, b, ldb, panel_step, c, ldc, into, bias);
-        case 5: return tile<5, P>(k, a, lda, b, ldb, panel_step, c, ldc, into, bias);
-        default: return tile<6, P>(k, a, lda, b, ldb, panel_step, c, ldc, into, bias);
+        case 1: return tile<1, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
+        case 2: return tile<2, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
+        case 3: return tile<3, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
+        case 4: return tile<4, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
+        case 5: return tile<5, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
+        default: return tile<6, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
     }
 }
 
 // c [rows, 16] = or += a · b for any number of rows, in tiles of nearly equal height.
 template <class W>
-inline void strip(int64_t rows, int64_t k, const float* a, int64_t lda, const W* b, int64_t ldb, float* c, int64_t ldc,
-                  Into into, const float* bias) {
+inline void strip(int64_t rows, int64_t k, const float* a, int64_t lda, const W* b, float* c, int64_t ldc, Into into,
+                  Channels channels) {
     const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
     for (int64_t t = 0; t < tiles; t++) {
         const int64_t first = rows * t / tiles, stop = rows * (t + 1) / tiles;
-        tile_rows<1>(int(stop - first), k, a + first * lda, lda, b, ldb, 0, c + first * ldc, ldc, into, bias);
+        tile_rows<1>(int(stop - first), k, a + first * lda, lda, b, 0, c + first * ldc, ldc, into, channels);
     }
 }
 
-// A panel's stretch as float32; 16-bit panels are expanded into `scratch` [k, 16].
+// A panel's stretch as float32; narrower panels are expanded into `scratch` [k, 16].
 inline const float* expand(const float* panel, int64_t, float*) { return panel; }
-inline const float* expand(const Half* panel, int64_t k, float* scratch) {
+template <class W>
+inline const float* expand(const W* panel, int64_t k, float* scratch) {
     for (int64_t i = 0; i < k * kPanel; i += kLanes) store(scratch + i, load(panel + i));
     return scratch;
 }
 
-// Columns of panels [panel, panel + count) for rows of `a`: c points at the first of these columns.
+// The left side of a product as its kernel reads it: `ready` makes it of a [m, k], with the whole team.
 template <class W>
-inline void panel_group(const Matrix& w, int64_t panel, int count, int64_t rows, const float* a, int64_t lda, float* c,
+struct Left {
+    const float* a;
+    int64_t ld;
+    Left from(int64_t row) const { return {a + row * ld, ld}; }
+    static Left ready(Team&, int64_t, int64_t, const float* a, int64_t lda, const Codes&) { return {a, lda}; }
+};
+template <>
+struct Left<Int8Dynamic> : CodedRows {
+    Left from(int64_t row) const { return {CodedRows::from(row)}; }
+    static Left ready(Team& team, int64_t m, int64_t k, const float* a, int64_t lda, const Codes& room) {
+        return {quantize(team, m, k, a, lda, room)};
+    }
+};
+
+// Columns of panels [panel, panel + count) for `rows` rows: c points at the first of these columns.
+template <class W>
+inline void panel_group(const Matrix& w, int64_t panel, int count, int64_t rows, const Left<W>& x, float* c,
                         int64_t ldc, Into into) {
     alignas(64) float scratch[kStretch * kPanel];
     const int64_t stretch = stretch_of(w.k), panel_size = w.k * kPanel;
@@ -113,47 +115,57 @@ inline void panel_group(const Matrix& w, int64_t panel, int count, int64_t rows,
     for (int64_t first = 0; first < w.k; first += stretch) {
         const int64_t length = std::min(stretch, w.k - first);
         const Into how = first == 0 ? into : Into::kAdd;
-        const float* bias = w.bias && first == 0 ? w.bias + panel * kPanel : nullptr;
+        const Channels channels = w.channels(panel, first == 0);
+        const float* a = x.a + first;
         const W* part = panels + first * kPanel;
         if (rows <= 3 && count == kGroup) {
-            tile_rows<kGroup>(int(rows), length, a + first, lda, part, kPanel, panel_size, c, ldc, how, bias);
+            tile_rows<kGroup>(int(rows), length, a, x.ld, part, panel_size, c, ldc, how, channels);
             continue;
         }
         for (int p = 0; p < count; p++) {
-            const float* bias_p = bias ? bias + p * kPanel : nullptr;
+            const W* b = part + p * panel_size;
             if (rows <= kTileRows) {
-                strip(rows, length, a + first, lda, part + p * panel_size, kPanel, c + p * kPanel, ldc, how, bias_p);
+                strip(rows, length, a, x.ld, b, c + p * kPanel, ldc, how, channels.from(p * kPanel));
             } else {
-                const float* b = expand(part + p * panel_size, length, scratch);
-                strip(rows, length, a + first, lda, b, kPanel, c + p * kPanel, ldc, how, bias_p);
+                strip(rows, length, a, x.ld, expand(b, length, scratch), c + p * kPanel, ldc, how,
+                      channels.from(p * kPanel));
             }
         }
     }
 }
+template <>
+inline void panel_group(const Matrix& w, int64_t panel, int count, int64_t rows, const Left<Int8Dynamic>& x, float* c,
+                        int64_t ldc, Into into) {
+    for (int p = 0; p < count; p++) integer_panel(w, panel + p, rows, x, c + p * kPanel, ldc, into);
+}
 
 // c [m, ldc] = or += a · wᵀ by the whole team; ldc is at least n rounded up to 16. Ends with a barrier.
 template <class W>
-void multiply(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* c, int64_t ldc, Into into) {
+void multiply(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* c, int64_t ldc, Into into,
+              const Codes& room) {
     const int64_t panels = panels_of(w.n), groups = (panels + kGroup - 1) / kGroup;
+    const Left<W> x = Left<W>::ready(team, m, w.k, a, lda, room);
     team.each(groups, [&](int64_t g) {
         const int64_t panel = g * kGroup;
         const int count = int(std::min<int64_t>(kGroup, panels - panel));
         for (int64_t first = 0; first < m; first += kRowBlock) {
             const int64_t rows = std::min<int64_t>(kRowBlock, m - first);
-            panel_group<W>(w, panel, count, rows, a + first * lda, lda, c + first * ldc + panel * kPanel, ldc, into);
+            panel_group<W>(w, panel, count, rows, x.from(first), c + first * ldc + panel * kPanel, ldc, into);
         }
     });
 }
 
 // act [m, n / 2] = silu(gate) · up, the panels of w being gate and up in turn. Ends with a barrier.
 template <class W>
-void multiply_silu(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* act, int64_t ld_act) {
+void multiply_silu(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* act, int64_t ld_act,
+                   const Codes& room) {
     const int64_t pairs = panels_of(w.n) / 2;
+    const Left<W> x = Left<W>::ready(team, m, w.k, a, lda, room);
     team.each(pairs, [&](int64_t pair) {
         alignas(64) float both[kRowBlock * 2 * kPanel];
         for (int64_t first = 0; first < m; first += kRowBlock) {
             const int64_t rows = std::min<int64_t>(kRowBlock, m - first);
-            panel_group<W>(w, 2 * pair, 2, rows, a + first * lda, lda, both, 2 * kPanel, Into::kStore);
+            panel_group<W>(w, 2 * pair, 2, rows, x.from(first), both, 2 * kPanel, Into::kStore);
             for (int64_t r = 0; r < rows; r++) {
                 for (int j = 0; j < kPanel; j += kLanes) {
                     const Vec gate = load(both + r * 2 * kPanel + j), up = load(both + r * 2 * kPanel + kPanel + j);
@@ -165,22 +177,38 @@ void multiply_silu(Team& team, const Matrix& w, int64_t m, const float* a, int64
     });
 }
 
-// Row `row` of the weights as float32, e.g. an embedding.
+// The first `size` inputs of row `row` of the weights as float32, e.g. an embedding.
 template <class W>
-inline void unpack_row(const Matrix& w, int64_t row, float* out) {
-    const W* lane = static_cast<const W*>(w.panels) + row / kPanel * w.k * kPanel + row % kPanel;
-    for (int64_t i = 0; i < w.k; i++) out[i] = to_float(lane[i * kPanel]);
+inline void unpack_row(const Matrix& w, int64_t row, int64_t size, float* out) {
+    const W* panel = static_cast<const W*>(w.panels) + row / kPanel * w.k * kPanel;
+    if constexpr (is_int8<W>) {
+        for (int64_t i = 0; i < size; i++) out[i] = float(panel[place<W>(w.k, i, row % kPanel)].code) * w.scale[row];
+    } else {
+        for (int64_t i = 0; i < size; i++) out[i] = to_float(panel[place<W>(w.k, i, row % kPanel)]);
+    }
 }
 
-// Panels of weights [n, k] row by row; values beyond the range of 16 bit are clamped to it.
+// Panels of weights [n, k] row by row, where w.n is n and w.k at least k; fills w.scale of formats that have
+// one. Values beyond the range of 16 bit are clamped to it.
 template <class W>
-void pack(Team& team, const float* weights, int64_t n, int64_t k, W* panels) {
-    team.each(panels_of(n), [&](int64_t p) {
-        for (int64_t i = 0; i < k; i++) {
-            for (int64_t j = 0; j < kPanel; j++) {
-                float v = p * kPanel + j < n ? weights[(p * kPanel + j) * k + i] : 0.0f;
-                if (sizeof(W) == sizeof(Half)) v = v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
-                from_float(v, panels + (p * k + i) * kPanel + j);
+void pack(Team& team, const float* weights, int64_t k, const Matrix& w, W* panels, float* scale) {
+    team.each(panels_of(w.n), [&](int64_t p) {
+        W* panel = panels + p * w.k * kPanel;
+        for (int64_t j = 0; j < kPanel; j++) {
+            const bool there = p * kPanel + j < w.n;
+            const float* row = weights + (p * kPanel + j) * k;
+            float factor = 0.0f;
+            if constexpr (is_int8<W>) scale[p * kPanel + j] = there ? scale_of<W>(row, k, &factor) : 0.0f;
+            for (int64_t i = 0; i < w.k; i++) {
+                const float v = there && i < k ? row[i] : 0.0f;
+                W* to = panel + place<W>(w.k, i, j);
+                if constexpr (is_int8<W>) {
+                    to->code = code_of(v, factor);
+                } else if constexpr (sizeof(W) == sizeof(Half)) {
+                    from_float(v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v, to);
+                } else {
+                    *to = v;
+                }
             }
         }
     });

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "formats.h"
+
 #if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
 #error "the native kernels need AVX2, FMA and F16C"
 #endif
@@ -13,12 +15,11 @@ namespace hortator {
 using Vec = __m256;
 constexpr int kLanes = 8;
 
-struct Half {
-    uint16_t bits;
-};
-
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline Vec load(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Vec load(const Int8* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 inline void store(Half* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
