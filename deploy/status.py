@@ -13,6 +13,7 @@ from deploy.tap import connect
 from shared.bus.port import BusDown
 
 SCHEDULER_STATS = "$SRV.STATS.hortator-scheduler"
+WORKER_STATS = "$SRV.STATS.hortator-worker"
 
 INSTANCE_FIELDS = (
     "id",
@@ -61,15 +62,17 @@ def collect(run: RunDir, now: float | None = None) -> dict[str, Any]:
     }
     if report["state"] in ("ready", "starting"):
         try:
-            answers = asyncio.run(_ask_schedulers(run))
+            answers, workers = asyncio.run(_ask(run))
         except (BusDown, RunDirError) as error:
             report["error"] = str(error)
         else:
             report["schedulers"] = [{k: v for k, v in a.items() if k != "instances"} for a in answers]
             # A standby lists nothing; of two that think they lead, the higher epoch is right.
             leader = max(answers, key=lambda a: (bool(a.get("instances")), a.get("epoch", 0)), default={})
+            engines = {worker.get("instance"): engine(worker.get("detail") or {}) for worker in workers}
             report["instances"] = [
-                {f: row.get(f) for f in INSTANCE_FIELDS} for row in leader.get("instances", [])
+                {f: row.get(f) for f in INSTANCE_FIELDS} | {"engine": engines.get(row.get("id"))}
+                for row in leader.get("instances", [])
             ]
             if not answers:
                 report["error"] = "no scheduler answers on NATS"
@@ -100,13 +103,36 @@ def _service(entry: dict[str, Any], run: RunDir, now: float) -> dict[str, Any]:
     }
 
 
-async def _ask_schedulers(run: RunDir) -> list[dict[str, Any]]:
+async def _ask(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What schedulers and workers say of themselves."""
     desk = await connect(run)
     try:
-        answers = await desk.ask_all(SCHEDULER_STATS)
+        answers = await asyncio.gather(desk.ask_all(SCHEDULER_STATS), desk.ask_all(WORKER_STATS))
     finally:
         await desk.close()
-    return [data for answer in answers if (data := stats_data(answer)) is not None]
+    schedulers, workers = (
+        [data for answer in each if (data := stats_data(answer)) is not None] for each in answers
+    )
+    return schedulers, workers
+
+
+def engine(detail: dict[str, Any]) -> dict[str, Any]:
+    """How an instance computes, as its worker tells: texts, and the candidates it measured as a table."""
+    try:
+        candidates = json.loads(detail.get("candidates", "[]"))
+    except (TypeError, ValueError):
+        candidates = []
+    return detail | {"candidates": candidates if isinstance(candidates, list) else []}
+
+
+def engine_line(instance: str, detail: dict[str, Any]) -> str:
+    """The same in one line for people."""
+    formats = f"{detail['dtype']} weights, {detail['kv_dtype']} KV" if "kv_dtype" in detail else ""
+    bitwise = "deterministic" if detail.get("deterministic") == "yes" else ""
+    best: dict[str, Any] = next((c for c in detail["candidates"] if c.get("chosen")), {})
+    speed = f"decode {best['decode_ms']} ms, prefill {best['prefill_tok_s']:.0f} tok/s" if best else ""
+    parts = (detail.get("choice") or detail.get("executor", ""), speed, formats, bitwise)
+    return f"{instance}: {'; '.join(part for part in parts if part)}"
 
 
 def stats_data(answer: bytes) -> dict[str, Any] | None:
@@ -149,6 +175,9 @@ def _print_tables(report: dict[str, Any]) -> None:
         for row in report["instances"]:
             table.add_row(*(_cell(row[field]) for field in INSTANCE_FIELDS))
         console.print(table)
+    for row in report["instances"]:
+        if row["engine"]:
+            console.print(engine_line(row["id"], row["engine"]), highlight=False, soft_wrap=True)
     if "error" in report:
         console.print(f"[red]{report['error']}[/red]")
 
