@@ -89,8 +89,8 @@ def _build() -> "typer.Typer":
         ] = "smollm2-135m-instruct",
         instances: Annotated[int, typer.Option(min=1, max=64, help="Model replicas.")] = 1,
         dtype: Annotated[
-            Literal["float32", "float16", "bfloat16"],
-            typer.Option(help="Weights in memory; bfloat16 on CUDA only."),
+            Literal["float32", "float16", "bfloat16", "int8", "int8-dynamic"],
+            typer.Option(help="Weights in memory; bfloat16 on CUDA only, int8 on CPUs only."),
         ] = "float16",
         kv_dtype: Annotated[
             Literal["", "float32", "float16", "bfloat16"],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Dtype = Literal["float32", "float16", "bfloat16"]
+Dtype = Literal["float32", "float16", "bfloat16", "int8", "int8-dynamic"]
 
 
 class BadOption(ValueError):

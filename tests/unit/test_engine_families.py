@@ -110,6 +110,23 @@ def test_sixteen_bit_formats_stay_close_to_float32(kernels, dtype, kv_dtype, tmp
     assert (logits[0] - logits[1]).abs().max() <= 5e-3 * logits[0].abs().max()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "int8-dynamic"])
+def test_int8_kernels_compute_what_the_torch_path_does(dtype, tied, tmp_path):
+    save_tiny("llama", tmp_path, tie_word_embeddings=tied, attention_bias=True, intermediate_size=72)
+    prompt = np.random.default_rng(1).integers(0, 199, size=40).tolist()
+    logits = []
+    for kernels in KERNELS:
+        executor = executor_for(tmp_path, kernels, dtype=dtype)
+        calls: list = []
+        capture_logits(executor, calls)
+        Driver(executor).generate([prompt], [greedy(1)])
+        logits.append(calls[-1][1][-1])
+    # Where a sum lands beside the edge of a code, rounding may take it to the next one.
+    tolerance = 2e-3 if dtype == "int8-dynamic" else 1e-4
+    assert (logits[0] - logits[1]).abs().max() <= tolerance * logits[0].abs().max()
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_row_with_broken_numbers_ends_alone(kernels, tmp_path):
     save_tiny("llama", tmp_path, broken_token=198)
@@ -157,9 +174,10 @@ def test_a_copied_block_serves_in_place_of_its_source(kernels, tmp_path):
     assert out.tokens.tolist() == expected
 
 
-def test_the_same_request_gives_the_same_bits_however_it_is_cut_and_whatever_runs_beside_it(tmp_path):
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int8-dynamic"])
+def test_the_same_request_gives_the_same_bits_however_it_is_cut_and_whatever_runs_beside_it(tmp_path, dtype):
     save_tiny("llama", tmp_path)
-    executor = executor_for(tmp_path, "native", dtype="float16")
+    executor = executor_for(tmp_path, "native", dtype=dtype)
     rng = np.random.default_rng(5)
     prompt = rng.integers(0, 199, size=70).tolist()
 

@@ -15,13 +15,14 @@ import numpy as np, torch
 from services.worker.engine.native import build
 build._FLAGS = (*build._FLAGS, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
 from services.worker.engine.executor import EngineOptions, TorchExecutor
+from services.worker.engine.formats import FORMATS
 from services.worker.engine.native.decoder import Kernels
 from engine_support import Driver, greedy, save_tiny
 
 kernels = Kernels(3)
 for n, k, m in ((1, 1, 1), (33, 7, 5), (16, 321, 8), (200, 700, 230), (17, 640, 3)):
-    for half in (False, True):
-        kernels.pack(torch.randn(n, k), half, torch.randn(n)).multiply(torch.randn(m, k))
+    for form in FORMATS.values():
+        kernels.pack(torch.randn(n, k), form, torch.randn(n)).multiply(torch.randn(m, k))
 for rows, size in ((1, 1), (3, 17), (2, 64)):
     kernels.scan(np.random.randn(rows, size).astype(np.float32))
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -30,7 +31,9 @@ rng = np.random.default_rng(1)
 prompts = [rng.integers(0, 199, size=n).tolist() for n in (1, 3, 17, 70)]
 seen = set()
 for block_tokens in (4, 16):
-    for dtype, kv_dtype in (("float32", "float32"), ("float16", "float16")):
+    for dtype, kv_dtype in (
+        ("float32", "float32"), ("float16", "float16"), ("int8", "float16"), ("int8-dynamic", "float32")
+    ):
         options = EngineOptions(
             dtype=dtype, kv_dtype=kv_dtype, block_tokens=block_tokens, kv_bytes=3 << 20,
             kernels="native", measure_s=0.0, threads=3,
@@ -39,7 +42,7 @@ for block_tokens in (4, 16):
         runs = Driver(executor).generate(prompts, [greedy(2)] * 4, chunk=50, stagger=1, random_chunks=True)
         seen.add((dtype, str([run.tokens for run in runs])))
         executor.close()
-assert len(seen) == 2, seen
+assert len(seen) == 4, seen
 print("clean")
 """
 
