@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cuda_support import BLOCK_TOKENS, BLOCKS, Twins, kv_with_scratch, prompts_of
 from engine_support import Driver, greedy, save_tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,16 +26,12 @@ from services.worker.engine.cuda.inputs import (  # noqa: E402
     page_lists,
     unpack,
 )
-from services.worker.engine.decoder import TorchDecoder  # noqa: E402
-from services.worker.engine.device import Device  # noqa: E402
 from services.worker.engine.executor import EngineOptions, TorchExecutor  # noqa: E402
 from services.worker.engine.kvcache import KvCache, KvPlan  # noqa: E402
 from services.worker.engine.sampler import SampleRow, sample  # noqa: E402
 from services.worker.engine.weights import ModelFolder  # noqa: E402
-from services.worker.step import SlotArrays, StepInput, StepOutput  # noqa: E402
+from services.worker.step import SlotArrays, StepInput  # noqa: E402
 from shared.wire import Sampling  # noqa: E402
-
-BLOCKS, BLOCK_TOKENS = 120, 8
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,49 +41,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def kv_with_scratch(config, dtype="float32"):
-    """KV of `BLOCKS` sequence blocks and the one that padded rows write, as on a CUDA device."""
-    kv = KvCache(config, KvPlan(BLOCK_TOKENS, 0, BLOCKS + 1), dtype, torch.device("cpu"))
-    kv.blocks = BLOCKS
-    return kv
-
-
-class Twins:
-    """Runs each step on the reference and on the path under test; `Driver` takes it for an executor."""
-
-    def __init__(self, path, dtype=torch.float32, kv_dtype="float32", graphs=True):
-        folder = ModelFolder(path, 128)
-        self.config = folder.config
-        self.reference_kv, self.kv = kv_with_scratch(self.config), kv_with_scratch(self.config, kv_dtype)
-        self.reference = TorchDecoder(folder, Device("cpu", "float32"), self.reference_kv)
-        self.decoder = CudaDecoder(folder, self.kv, dtype, graphs)
-        self.info = SimpleNamespace(block_tokens=BLOCK_TOKENS, blocks_total=BLOCKS, max_len=128)
-        self.errors: list[float] = []
-        self.single = 0
-
-    @torch.inference_mode()
-    def run(self, step, slots):
-        batch = build_batch(step, slots, BLOCK_TOKENS)
-        self.single += batch.size == batch.rows
-        expected, got = self.reference.forward(batch), self.decoder.forward(batch)
-        assert got.dtype == torch.float32
-        assert got.shape == expected.shape
-        if len(got):
-            self.errors.append(float((got - expected).abs().max() / expected.abs().max()))
-        sampled = np.flatnonzero(step.samples)
-        tokens = np.full(batch.rows, -1, np.int32)
-        if len(sampled):
-            last = np.searchsorted(batch.logit_tokens, batch.row_start[1:][sampled] - 1)
-            greedily = PlainDraw(step.slots[sampled], np.zeros(len(last), np.float32), np.zeros(len(last)))
-            tokens[sampled] = self.decoder.draw(got[torch.from_numpy(last)], greedily).numpy()
-        return StepOutput(tokens)
-
-
-def prompts_of(seed, sizes=(1, 5, 8, 33, 60)):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 199, size=n).tolist() for n in sizes]
 
 
 @pytest.mark.parametrize("graphs", [True, False])

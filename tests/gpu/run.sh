@@ -1,0 +1,25 @@
+#!/bin/sh
+# The GPU lane: tests of the CUDA path, then one table. At most 8 minutes; downloads nothing.
+#
+#   tests/gpu/run.sh [MODEL_FOLDER | 135m | 1b | 8b] [options of tests/gpu/measure.py]
+#
+# PYTHON names the interpreter; it needs hortator[worker], pytest and pytest-timeout, and a CUDA build of torch.
+set -u
+cd "$(dirname "$0")/../.." || exit 2
+python=${PYTHON:-}
+[ -n "$python" ] || { [ -x .venv/bin/python ] && python=.venv/bin/python || python=python3; }
+
+"$python" - <<'CHECK' || exit 2
+import sys
+import torch
+if not torch.cuda.is_available():
+    sys.exit(f"NO CUDA DEVICE: torch {torch.__version__} sees none; check nvidia-smi and that torch is a CUDA build")
+CHECK
+
+timeout 200 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
+tests=$?
+[ "$tests" -eq 0 ] || echo "tests failed ($tests); the table follows all the same"
+timeout 270 "$python" -m tests.gpu.measure "$@"
+table=$?
+[ "$table" -ne 124 ] || echo "the table took too long: take a smaller model or --seconds 1"
+[ "$tests" -eq 0 ] && [ "$table" -eq 0 ]
