@@ -11,7 +11,7 @@ from services.scheduler.leadership import owner_name
 from services.scheduler.report import CoreMetrics, stats
 from services.scheduler.settings import SchedulerSettings, make_policy, make_reservation, make_rules
 from services.scheduler.shell import Shell
-from shared.runtime.service import ServiceContext, run
+from shared.runtime.service import ServiceContext, entry, run
 from shared.runtime.settings import load
 
 HEALTH_EVERY_S = 0.5
@@ -54,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry("scheduler", main)

@@ -13,7 +13,7 @@ from typing import Any
 from services.scheduler.admission import Reservation
 from services.scheduler.budget import BudgetRules
 from services.scheduler.counters import Counters
-from services.scheduler.desk import Desk, DeskRules
+from services.scheduler.desk import Desk, DeskRules, Supply
 from services.scheduler.events import (
     ClaimAnswer,
     Connected,
@@ -78,6 +78,8 @@ class Core:
         self.fleet = Fleet(rules.fleet, self.counters, self.desk, rng)
         self.connected = True
         self._beacon_at = now
+        self._manned_at = now
+        """When an instance was last there."""
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             Done: self._done,
@@ -126,10 +128,11 @@ class Core:
 
     def _submit(self, event: Submit, now: float) -> None:
         if self.leads:
-            self.desk.submit(event, self.fleet.infos(), self._vacant(), now)
+            fleet = self.fleet
+            absent_s = 0.0 if fleet.is_manned else now - self._manned_at
+            self.desk.submit(event, Supply(fleet.infos(), self._vacant(), absent_s), now)
 
     def _vacant(self) -> int:
-        """Slots of serving instances that nobody holds."""
         most = self.rules.max_running
         return sum(
             max(0, min(most or len(i.table), len(i.table)) - len(i.running))
@@ -231,6 +234,7 @@ class Core:
 
     def _lead(self, now: float) -> None:
         self.leadership.lead()
+        self._manned_at = now
         self.counters.takeovers += 1
         self._effects += [Lead(), Note("leading", {"epoch": self.leadership.epoch})]
         self._beat_drum(now)
@@ -255,6 +259,7 @@ class Core:
 
     def _forgive(self, now: float) -> None:
         """We were deaf; nobody else's silence counts."""
+        self._manned_at = now
         self.leadership.silence_forgiven(now)
         self.desk.forgive(now)
         self.fleet.forgive(now)
@@ -286,6 +291,8 @@ class Core:
             self._beat_drum(now)
         if now < leadership.listening_until:
             return
+        if self.fleet.is_manned:
+            self._manned_at = now
         self._effects += self.fleet.tick(now)
         self._effects += self.desk.tick(now)
 

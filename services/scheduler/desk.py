@@ -23,6 +23,8 @@ class DeskRules:
 
     queue_bound: int = 1024
     """Waiting sequences at most, beyond those that find a slot; further submits are answered `queue_full`."""
+    absent_s: float = 10.0
+    """With no instance for this long nothing new is queued: it would only time out there."""
     aging_s: float = 30.0
     """Waiting time that makes up for one level of priority."""
     client_ttl_s: float = 10.0
@@ -37,6 +39,17 @@ class DeskRules:
     grace_s: float = 5.0
     """After a takeover the queue may be `grace_factor` times as long: what comes had been accepted before."""
     grace_factor: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What the fleet offers at this moment."""
+
+    infos: list[InstanceInfo]
+    vacant: int
+    """Slots nobody holds: what goes into them with the next turn does not count as waiting."""
+    absent_s: float
+    """For how long there has been no instance; 0 while there is one."""
 
 
 class Desk:
@@ -78,11 +91,8 @@ class Desk:
 
     # Submits
 
-    def submit(self, submit: Submit, infos: list[InstanceInfo], vacant: int, now: float) -> None:
-        """Queue it, or refuse it; answer either way. A repetition gets its former answer.
-
-        `vacant` slots are free: what goes into them with the next turn does not count as waiting.
-        """
+    def submit(self, submit: Submit, fleet: Supply, now: float) -> None:
+        """Queue it, or refuse it; answer either way. A repetition gets its former answer."""
         client = self._client(submit.client, now)
         known = client.requests.get(submit.request_id)
         if known is not None:
@@ -92,7 +102,7 @@ class Desk:
         if earlier is not None:
             client.answer(earlier[0])
             return
-        refusal = self._refusal(client, submit, infos, vacant, now)
+        refusal = self._refusal(client, submit, fleet, now)
         if refusal is not None:
             client.answer(refusal)
             client.answered[submit.request_id] = (refusal, now)
@@ -100,14 +110,12 @@ class Desk:
         client.answer(Answer(submit.request_id, "accepted"), now)
         self._enqueue(client, submit, now)
 
-    def _refusal(
-        self, client: Client, submit: Submit, infos: list[InstanceInfo], vacant: int, now: float
-    ) -> Answer | None:
+    def _refusal(self, client: Client, submit: Submit, fleet: Supply, now: float) -> Answer | None:
         if reason := malformed(submit):
             return Answer(submit.request_id, "invalid", reason)
         if any(row.handle in client.sequences for row in submit.seqs):
             return Answer(submit.request_id, "invalid", "a handle is in use by another request")
-        if reason := impossible(submit.prompt, submit.sampling.max_tokens, infos):
+        if reason := impossible(submit.prompt, submit.sampling.max_tokens, fleet.infos):
             return Answer(submit.request_id, "too_long", reason)
         bound = self.rules.queue_bound
         if len(submit.seqs) > bound:
@@ -115,8 +123,12 @@ class Desk:
             return Answer(submit.request_id, "invalid", reason)
         if self.epoch > 1 and now - self._opened < self.rules.grace_s:
             bound *= self.rules.grace_factor
-        resumed = any(row.accepted for row in submit.seqs)
-        if not resumed and len(self.queue) + len(submit.seqs) > bound + vacant:
+        if any(row.accepted for row in submit.seqs):
+            return None  # it was running under another leader: its client is owed the rest
+        if fleet.absent_s > self.rules.absent_s:
+            message = f"no worker has been there for {fleet.absent_s:.0f} s: start one with `hortator worker`"
+            return Answer(submit.request_id, "no_instance", message, 5.0)
+        if len(self.queue) + len(submit.seqs) > bound + fleet.vacant:
             self._counters.queue_full += 1
             wait_s = self.retry_after_s()
             message = f"{len(self.queue)} sequences wait already; try again in {wait_s:.0f} s"

@@ -67,6 +67,11 @@ class Fleet:
         self._rng = rng
         self._canaries: dict[Sequence, Instance] = {}
 
+    @property
+    def is_manned(self) -> bool:
+        """Whether an instance serves or is about to."""
+        return any(i.state in (State.CLAIMING, State.CANARY, State.READY) for i in self.instances.values())
+
     def infos(self) -> list[InstanceInfo]:
         """Of those that serve or soon may."""
         return [i.info for i in self.instances.values() if i.state not in (State.LOST, State.UNKNOWN)]

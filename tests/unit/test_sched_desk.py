@@ -350,3 +350,19 @@ def test_log_probabilities_travel_with_the_index_of_their_token():
     end = rig.end("a")
     assert end is not None
     assert end.generated == 4
+
+
+def test_without_any_instance_requests_wait_a_while_and_are_then_refused_until_one_comes():
+    rig = Rig(rules=Rules("m")).ready()
+    rig.pass_time(1.0)
+    rig.pass_time(8.0, beats=False)
+    rig.submit("early", 4, 5)
+    rig.pass_time(10.0, beats=False)
+    rig.submit("late", 4, 5)
+    assert (rig.answers("early"), rig.answers("late")) == (["accepted"], ["no_instance"])
+    refusal = next(a for f in rig.frames for a in f.answers if a.code == "no_instance")
+    assert "hortator worker" in refusal.message
+    rig.ready()
+    rig.submit("again", 4, 5)
+    rig.run()
+    assert rig.tokens("again") == [100, 101, 102, 103, 104]
