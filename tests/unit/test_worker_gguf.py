@@ -4,6 +4,7 @@ import pytest
 
 import services.worker.__main__ as program
 from shared.model import open_folder
+from shared.runtime.settings import CannotStart
 from tests.support.gguf_files import weights, write
 
 
@@ -27,6 +28,6 @@ def test_a_gguf_file_is_converted_and_its_folder_served(started, monkeypatch, tm
 def test_a_damaged_file_ends_the_worker_with_the_reason(started, monkeypatch, tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     monkeypatch.setenv("HORTATOR_MODEL_DIR", str(tmp_path / "m.gguf"))
-    with pytest.raises(SystemExit, match="worker: .*not a whole GGUF"):
+    with pytest.raises(CannotStart, match="not a whole GGUF"):
         program.main()
     assert not started
