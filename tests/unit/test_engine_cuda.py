@@ -1,6 +1,8 @@
 """The CUDA path on a CPU (nothing captured, attention gathered), against the reference decoder."""
 
 import dataclasses
+import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ pytest.importorskip("transformers")
 
 from services.worker.engine.batch import build_batch  # noqa: E402
 from services.worker.engine.cuda import attention as attention_module  # noqa: E402
-from services.worker.engine.cuda.attention import why_not_flashinfer  # noqa: E402
+from services.worker.engine.cuda.attention import FlashInferAttention, why_not_flashinfer  # noqa: E402
 from services.worker.engine.cuda.decoder import FED_SLOTS, CudaDecoder  # noqa: E402
 from services.worker.engine.cuda.draw import PlainDraw, PlainDraws, draw_plain, is_plain  # noqa: E402
 from services.worker.engine.cuda.inputs import (  # noqa: E402
@@ -336,3 +338,62 @@ def test_a_row_without_finite_logits_is_stopped_and_its_blocks_cleaned(tmp_path)
     assert len(runs[0].tokens) == 4
     assert runs[1].tokens == [-2]
     assert bool(executor._kv.data.isfinite().all())
+
+
+class FakeWrapper:
+    """What FlashInfer's batch wrappers compute, from the same arguments, row by row."""
+
+    def __init__(self, workspace, layout, **buffers):
+        assert layout == "HND"
+        self.rows = len(buffers["paged_kv_last_page_len_buffer"]) if buffers else None
+        assert not buffers or (buffers["use_cuda_graph"] and buffers["use_tensor_cores"])
+
+    def plan(self, *planned, causal=False, q_data_type, kv_data_type):
+        if self.rows is None:
+            assert causal
+            self.queries, planned = planned[0].tolist(), planned[1:]
+        else:
+            self.queries = list(range(self.rows + 1))
+        starts, pages, ends, *self.shape = planned
+        assert len(ends) == len(self.queries) - 1
+        self.pages = [pages[a:b].long() for a, b in pairwise(starts.tolist())]
+        self.lengths = [(len(p) - 1) * self.shape[3] + int(e) for p, e in zip(self.pages, ends)]
+
+    def run(self, q, planes):
+        heads, kv_heads, head_dim, page = self.shape
+        assert q.shape[1:] == (heads, head_dim)
+        assert planes[0].shape[1:] == (kv_heads, page, head_dim)
+        assert planes[0].stride() == planes[1].stride()
+        out = torch.empty_like(q)
+        for (first, stop), pages, length in zip(pairwise(self.queries), self.pages, self.lengths):
+            k, v = (
+                plane[pages].transpose(1, 2).reshape(-1, kv_heads, head_dim)[:length].transpose(0, 1)
+                for plane in planes
+            )
+            count = stop - first
+            mask = torch.arange(length) <= torch.arange(length - count, length)[:, None]
+            out[first:stop] = torch.nn.functional.scaled_dot_product_attention(
+                q[first:stop].transpose(0, 1)[None], k[None], v[None], attn_mask=mask, enable_gqa=True
+            )[0].transpose(0, 1)
+        return out
+
+
+def test_flashinfer_is_told_the_pages_of_every_row(tmp_path, monkeypatch):
+    """Its kernels need a device; that they are asked for the right thing does not."""
+    library = SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=FakeWrapper, BatchDecodeWithPagedKVCacheWrapper=FakeWrapper
+    )
+    nothing = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: nothing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    save_tiny("llama", tmp_path)
+    twins = Twins(tmp_path)
+    attention = FlashInferAttention(twins.config, twins.kv, torch.float32)
+    attention.probe(BLOCKS)
+    twins.decoder._attention = attention
+    driver = Driver(twins, seed=2)
+    driver.generate(prompts_of(5), [greedy(8)] * 5, chunk=17, stagger=1, random_chunks=True)
+    assert twins.single > 5
+    assert max(twins.errors) < 1e-4
