@@ -6,11 +6,14 @@ Everything else is the operator's command line and needs the `local` extra.
 """
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     import typer
@@ -29,19 +32,42 @@ _FORWARDED = {
 def main() -> None:
     """Entry point; ends the process with the command's exit status."""
     args = sys.argv[1:]
-    if args and args[0] in SERVICES:
-        _run_service(args[0], args[1:])
-        return
+    try:
+        if args and args[0] in SERVICES:
+            _run_service(args[0], args[1:])
+        elif args == ["--version"]:
+            print(f"hortator {metadata.version('hortator')}")
+        else:
+            _run_command(args)
+    except BrokenPipeError:  # `hortator gateway --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _run_command(args: list[str]) -> None:
     try:
         app = _build()
     except ModuleNotFoundError as error:
+        if error.name == "typer" and args in ([], ["--help"]):
+            print(_bare_help())
+            return
         _missing(error)
     app(prog_name="hortator")
 
 
+def _bare_help() -> str:
+    """Where only services are installed."""
+    known = "\n".join(f"  hortator {name} [--help]" for name in SERVICES)
+    return (
+        f"Services of this installation, each run in the foreground from HORTATOR_* settings:\n\n{known}\n\n"
+        "Each needs the extra of its own name. The rest of the command line (up, down, status, tap, chat, "
+        f"model, bench, profile) comes with the extra `local`: {_install('local')}"
+    )
+
+
 def _run_service(name: str, rest: list[str]) -> None:
     """Run one service. Its settings are all it reads; `--help` lists them."""
-    from shared.runtime.settings import SettingsError
+    from shared.runtime.settings import CannotStart
 
     try:
         if rest in (["--help"], ["-h"]):
@@ -56,14 +82,28 @@ def _run_service(name: str, rest: list[str]) -> None:
         importlib.import_module(f"services.{name}.__main__").main()
     except ModuleNotFoundError as error:
         _missing(error, name)
-    except SettingsError as error:
+    except CannotStart as error:
         sys.exit(f"hortator {name}: {error}")
 
 
 def _missing(error: ModuleNotFoundError, extra: str = "local") -> NoReturn:
     if (error.name or "").split(".")[0] in ("services", "shared", "deploy"):
         raise error  # a file of ours is missing: no extra brings it
-    sys.exit(f"hortator: {error.name} is not installed: pip install 'hortator[{extra}]'")
+    sys.exit(f"hortator: {error.name} is not installed: {_install(extra)}")
+
+
+def _install(extra: str) -> str:
+    """The command that brings an extra, from where this installation came from."""
+    try:
+        origin = json.loads(metadata.distribution("hortator").read_text("direct_url.json") or "{}").get(
+            "url", ""
+        )
+    except (metadata.PackageNotFoundError, ValueError):
+        origin = ""
+    if not origin.startswith("file://"):
+        return f"pip install 'hortator[{extra}]'"
+    folder = Path(unquote(urlsplit(origin).path))
+    return f"pip install '{'.' if folder == Path.cwd() else folder}[{extra}]'"
 
 
 def _build() -> "typer.Typer":
@@ -82,10 +122,18 @@ def _build() -> "typer.Typer":
     ]
     here = default_run_dir(dict(os.environ))
 
+    @app.callback(invoke_without_command=True)
+    def of_all(
+        version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+    ) -> None:
+        if version:
+            print(f"hortator {metadata.version('hortator')}")
+            raise typer.Exit
+
     @app.command()
     def up(
         model: Annotated[
-            str, typer.Option(help="A name (smol), a Hugging Face folder, or a .gguf file.")
+            str, typer.Option(help="A name (smol), org/name on the hub, a Hugging Face folder, a .gguf file.")
         ] = "smollm2-135m-instruct",
         instances: Annotated[int, typer.Option(min=1, max=64, help="Model replicas.")] = 1,
         dtype: Annotated[
@@ -93,21 +141,23 @@ def _build() -> "typer.Typer":
             typer.Option(help="Weights in memory; bfloat16 on CUDA only, int8 on CPUs only."),
         ] = "float16",
         kv_dtype: Annotated[
-            Literal["", "float32", "float16", "bfloat16"],
-            typer.Option(help="KV cache; empty: as the worker chooses."),
-        ] = "",
+            Literal["auto", "float32", "float16", "bfloat16"],
+            typer.Option(help="KV cache; auto: as the worker chooses."),
+        ] = "auto",
         kv_memory: Annotated[str, typer.Option(help="Memory for KV of each instance.")] = "512MiB",
         http: Annotated[
             str, typer.Option(metavar="HOST:PORT", help="Address of the API; port 0: any free one.")
         ] = ("127.0.0.1:8000"),
         run_dir: RunDirOption = here,
         api_key_file: Annotated[
-            Path | None, typer.Option(help="Keys that clients must send, one a line.")
+            Path | None, typer.Option(help="Keys that clients must send: lines `KEY [TENANT]`, # comments.")
         ] = None,
         detach: Annotated[
             bool, typer.Option("--detach", help="Return once ready; stop with `hortator down`.")
         ] = False,
-        mock: Annotated[bool, typer.Option("--mock", help="Workers without model mathematics.")] = False,
+        mock: Annotated[
+            bool, typer.Option("--mock", help="Workers without model mathematics: answers are random words.")
+        ] = False,
         max_slots: Annotated[int, typer.Option(min=0, help="Sequences at once per instance; 0: chosen.")] = 0,
         policy: Annotated[Literal["continuous", "static"], typer.Option(help="Batching.")] = "continuous",
         reservation: Annotated[
@@ -124,7 +174,9 @@ def _build() -> "typer.Typer":
             typer.Option("--deterministic", help="Same request, same tokens, whatever else is computed."),
         ] = False,
         device: Annotated[str, typer.Option(help="A torch device, e.g. cuda; empty: the CPU.")] = "",
-        log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
+        log_level: Annotated[
+            Literal["debug", "info", "warning", "error"], typer.Option(help="Of the services.")
+        ] = "info",
         set_: Annotated[
             list[str] | None,
             typer.Option(
@@ -141,7 +193,7 @@ def _build() -> "typer.Typer":
             model=model,
             instances=instances,
             dtype=dtype,
-            kv_dtype=kv_dtype,
+            kv_dtype="" if kv_dtype == "auto" else kv_dtype,
             kv_memory=kv_memory,
             http=http,
             api_key_file=api_key_file,

@@ -135,7 +135,7 @@ def stages(
 
 
 def share_cores(cores: Sequence[int], instances: int) -> list[list[int]]:
-    """Cores of each instance alone, neighbours together; none for all where there are fewer than instances."""
+    """Cores of each instance alone, neighbours together; none for all where there are too few."""
     if len(cores) < instances:
         return [[] for _ in range(instances)]
     ends = [len(cores) * i // instances for i in range(instances + 1)]

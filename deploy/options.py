@@ -1,10 +1,17 @@
 """What `hortator up` can be told, read and checked once."""
 
+import difflib
+import importlib
 import re
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from shared.runtime.settings import SettingsError, convert
+
+SERVICES = ("gateway", "scheduler", "worker", "kvstore")
 
 Dtype = Literal["float32", "float16", "bfloat16", "int8", "int8-dynamic"]
 
@@ -60,22 +67,46 @@ def parse_http(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT` (`[::1]:8000` for IPv6). Raises `BadOption`."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    if not colon or not host or not port.isdecimal():
         raise BadOption(f"{text!r} is not HOST:PORT: write for example 127.0.0.1:8000")
+    if int(port) > 65535:
+        raise BadOption(f"{text!r} is not HOST:PORT: ports are 0 to 65535")
     return host, int(port)
 
 
 def parse_settings(items: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Service → field → value of `SERVICE.FIELD=VALUE` texts; services check fields. Raises `BadOption`."""
+    """Service → field → value of `SERVICE.FIELD=VALUE` texts. Raises `BadOption`."""
     settings: dict[str, dict[str, str]] = {}
     for item in items:
-        match = re.fullmatch(r"(gateway|scheduler|worker|kvstore)\.([a-z][a-z0-9_]*)=(.*)", item, re.DOTALL)
+        match = re.fullmatch(r"([\w-]+)\.([a-z][a-z0-9_]*)=(.*)", item, re.DOTALL)
         if match is None:
             raise BadOption(
                 f"--set {item}: write SERVICE.FIELD=VALUE, for example scheduler.itl_target_ms=100"
             )
+        if match[1] not in SERVICES:
+            raise BadOption(f"--set {item}: {match[1]!r} is no service: {', '.join(SERVICES)}")
         settings.setdefault(match[1], {})[match[2]] = match[3]
     return settings
+
+
+def check_settings(items: Iterable[str]) -> None:
+    """Whether the services know these fields and can read the values. Raises `BadOption`."""
+    for service, fields in parse_settings(items).items():
+        module = importlib.import_module(f"services.{service}.settings")
+        cls = getattr(module, f"{service.capitalize()}Settings")
+        known = {k: v for k, v in typing.get_type_hints(cls).items() if k in cls.__dataclass_fields__}
+        for field, value in fields.items():
+            if field not in known:
+                near = difflib.get_close_matches(field, known, n=3)
+                meant = f"; did you mean {', '.join(near)}?" if near else ""
+                raise BadOption(
+                    f"--set {service}.{field}: {service} has no setting {field}{meant} "
+                    f"(`hortator {service} --help` lists them)"
+                )
+            try:
+                convert(f"{service}.{field}", value, known[field])
+            except SettingsError as error:
+                raise BadOption(f"--set {error}") from None
 
 
 def instance_names(count: int) -> list[str]:

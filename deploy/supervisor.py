@@ -1,6 +1,7 @@
 """Child processes of a mesh: started in order, watched through pidfds, restarted, stopped in order."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -57,7 +58,7 @@ class Backoff:
 
 
 class StartFailed(RuntimeError):
-    """A child did not come up; `reason` and the end of its log say why."""
+    """A child did not come up; `reason` and the end of its log say why, `error` what it said itself."""
 
     def __init__(self, name: str, reason: str, log: Path) -> None:
         super().__init__(f"{name} {reason}")
@@ -65,6 +66,19 @@ class StartFailed(RuntimeError):
         self.reason = reason
         self.log = log
         self.last_lines = tail(log)
+        self.error = told_error(self.last_lines)
+
+
+def told_error(lines: str) -> str:
+    """What a service said of why it cannot start, the last time it did; empty where it said nothing."""
+    for line in reversed(lines.splitlines()):
+        try:
+            entry = json.loads(line)
+            if entry["event"] == "cannot start":
+                return str(entry["error"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return ""
 
 
 class Child:

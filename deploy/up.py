@@ -13,7 +13,7 @@ from typing import Any
 from deploy import credentials as users
 from deploy.down import leftovers, stopped
 from deploy.mesh import Places, stages
-from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings
+from deploy.options import BadOption, UpOptions, check_settings, instance_names, parse_http
 from deploy.processes import end, identify
 from deploy.rundir import RunDir, RunDirError
 from deploy.servers import MissingServer, find_nats, find_redis, free_port, port_taken
@@ -63,7 +63,7 @@ def _check(options: UpOptions) -> None:
         parse_bytes(options.kv_memory)
     except SettingsError as error:
         raise BadOption(f"--kv-memory: {error}") from None
-    parse_settings(options.set)
+    check_settings(options.set)
     host, port = parse_http(options.http)
     try:
         taken = port_taken(host, port)  # port 0 never is, but the host is checked
@@ -148,7 +148,7 @@ class _Mesh:
                 await stop
         except StartFailed as failure:
             failed = True
-            self._error = str(failure)
+            self._error = f"{failure.name} cannot start: {failure.error}" if failure.error else str(failure)
             self._explain(failure)
         finally:
             bring_up.cancel()
@@ -208,12 +208,16 @@ class _Mesh:
     def _announce(self) -> None:
         say(f"ready {self._url} (after {time.time() - self._started:.1f} s)")
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._options.api_key_file else ""
+        question = "Say something." if self._options.mock else "What is the capital of France?"
         body = {
             "model": self._places.model_name,
             "stream": True,
             "temperature": 0,
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 32,
+            "messages": [{"role": "user", "content": question}],
         }
+        if self._options.mock:
+            say("this mesh computes nothing (--mock): its answers are random words")
         say("try it:")
         address = f"{self._url}/v1/chat/completions"
         say(f"  curl -N {address}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
@@ -221,6 +225,10 @@ class _Mesh:
             say("warning: this address is reachable by others and no --api-key-file is set")
 
     def _explain(self, failure: StartFailed) -> None:
+        if failure.error:
+            say(f"hortator up: {failure.name} cannot start: {failure.error}")
+            say(f"its log: {failure.log}")
+            return
         say(f"hortator up: {failure.name} {failure.reason}")
         if failure.last_lines:
             say(f"the end of {failure.log}:")

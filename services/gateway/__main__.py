@@ -2,7 +2,6 @@
 
 import gc
 import secrets
-import sys
 from typing import Any
 
 from services.gateway.app import build
@@ -11,8 +10,8 @@ from services.gateway.gateway import Gateway
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer import CardError, ModelCard, load_card
 from shared.client import MeshClient
-from shared.runtime.service import ServiceContext, run
-from shared.runtime.settings import SettingsError, load
+from shared.runtime.service import ServiceContext, entry, run
+from shared.runtime.settings import CannotStart, load
 from shared.subjects import subject_token
 
 _CLOSING_S = 2.0
@@ -26,12 +25,12 @@ def card_of(settings: GatewaySettings) -> ModelCard:
 
 
 def main() -> None:
+    settings = load(GatewaySettings)
     try:
-        settings = load(GatewaySettings)
         card = card_of(settings)
         keys = read_keys(settings.api_key_file)
-    except (SettingsError, CardError, KeyFileError) as error:
-        sys.exit(f"gateway: {error}")
+    except (CardError, KeyFileError) as error:
+        raise CannotStart(str(error)) from error
 
     async def serve(context: ServiceContext) -> None:
         # A restarted gateway must not be taken for its former life.
@@ -62,4 +61,4 @@ def _stats(gateway: Gateway) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    entry("gateway", main)

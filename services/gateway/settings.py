@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from shared.runtime.settings import ServiceSettings
 
@@ -9,6 +10,8 @@ from shared.runtime.settings import ServiceSettings
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings(ServiceSettings):
     """`http` is where clients connect."""
+
+    unused: ClassVar[frozenset[str]] = frozenset({"redis_url"})
 
     model_dir: Path = Path()
     """Folder with tokenizer.json, config.json and, for chat, a chat template."""

@@ -128,8 +128,14 @@ def load_card(folder: Path, name: str, aliases: tuple[str, ...] = (), max_len: i
     """
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.is_file():
+        given = (
+            f"no tokenizer.json in {folder.absolute()}" if folder.is_dir() else f"there is no folder {folder}"
+        )
+        if folder == Path():
+            given = f"HORTATOR_MODEL_DIR is not set, and there is {given}"
         raise CardError(
-            f"{tokenizer_file} is missing; set HORTATOR_MODEL_DIR to a model folder with a tokenizer"
+            f"{given}: set HORTATOR_MODEL_DIR to a model folder with a tokenizer; "
+            "`hortator model pull` (extra `local`) fetches one and prints where it is"
         )
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))

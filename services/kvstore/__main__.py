@@ -5,7 +5,7 @@ import asyncio
 from services.kvstore.metrics import KvstoreMetrics
 from services.kvstore.service import KvstoreService
 from services.kvstore.settings import KvstoreSettings
-from shared.runtime.service import ServiceContext, run
+from shared.runtime.service import ServiceContext, entry, run
 from shared.runtime.settings import load
 
 HEALTH_EVERY_S = 0.5
@@ -36,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry("kvstore", main)

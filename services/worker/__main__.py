@@ -2,19 +2,19 @@
 
 import asyncio
 import gc
-import sys
 import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from services.worker.engine.native.build import KernelsUnavailable
 from services.worker.executors import make_runner
 from services.worker.service import Identity, WorkerService
 from services.worker.settings import WorkerSettings
 from shared.model import ModelError
 from shared.model.resolve import served_folder
-from shared.runtime.service import ServiceContext, run
-from shared.runtime.settings import load
+from shared.runtime.service import ServiceContext, entry, run
+from shared.runtime.settings import CannotStart, load
 
 HEALTH_EVERY_S = 0.5
 
@@ -44,6 +44,13 @@ async def serve(context: ServiceContext) -> None:
     gc.set_threshold(50_000, 20, 50)
     try:
         await worker.run(context.stopping)
+    except ModuleNotFoundError as error:
+        raise CannotStart(f"{error.name} is not installed: hortator's extra `worker` brings it") from error
+    except (ModelError, KernelsUnavailable, ValueError, OSError) as error:
+        if worker.ready.is_set():
+            raise
+        # Weights, formats and sizes that cannot be served: said by what builds the executor.
+        raise CannotStart(str(error)) from error
     finally:
         watching.cancel()
 
@@ -51,12 +58,22 @@ async def serve(context: ServiceContext) -> None:
 def main() -> None:
     settings = load(WorkerSettings)
     if settings.model_dir:
-        try:  # a .gguf file is converted once, before anybody counts on this worker
-            settings = replace(settings, model_dir=str(served_folder(Path(settings.model_dir))))
-        except ModelError as error:
-            sys.exit(f"worker: {error}")
+        settings = replace(settings, model_dir=str(model_folder(Path(settings.model_dir))))
     run(settings, "worker", serve)
 
 
+def model_folder(given: Path) -> Path:
+    """What HORTATOR_MODEL_DIR names, a .gguf file converted first. Raises CannotStart."""
+    if not given.exists():
+        raise CannotStart(
+            f"HORTATOR_MODEL_DIR={given}: there is no such folder or .gguf file; "
+            "`hortator model pull` (extra `local`) fetches a model and prints its folder"
+        )
+    try:
+        return served_folder(given)
+    except ModelError as error:
+        raise CannotStart(str(error)) from error
+
+
 if __name__ == "__main__":
-    main()
+    entry("worker", main)

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from shared.runtime.settings import ServiceSettings, SettingsError
 
@@ -12,6 +12,8 @@ _UNITS = {"": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(ServiceSettings):
     """One rank of one instance."""
+
+    unused: ClassVar[frozenset[str]] = frozenset({"redis_url"})
 
     model_dir: str = ""
     """Folder with config.json, tokenizer and safetensors. A mock reads only its config.json, if given."""

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from shared.bus.nats import NatsBus
 from shared.runtime import logs, process
 from shared.runtime.http import App, Health, HttpServer, ops_app
-from shared.runtime.settings import ServiceSettings
+from shared.runtime.settings import PREFIX, CannotStart, ServiceSettings
 from shared.store.port import Store
 from shared.store.redis import RedisStore
 
@@ -53,11 +53,27 @@ class ServiceContext:
 Main = Callable[[ServiceContext], Awaitable[None]]
 
 
+def entry(name: str, main: Callable[[], None]) -> None:
+    """`main` of service `name` as a program: what a person can mend ends it with one `cannot start` line."""
+    try:
+        main()
+    except CannotStart as error:
+        logs.configure(name, os.environ.get(f"{PREFIX}INSTANCE", ""))
+        _refuse(structlog.get_logger(), error)
+        raise SystemExit(1) from None
+
+
+def _refuse(log: Any, error: BaseException) -> None:
+    log.error("cannot start", error=str(error))
+    # Whoever doubts that it is their doing finds the place with HORTATOR_LOG_LEVEL=debug.
+    log.debug("where it was found", exc_info=error)
+
+
 def run(settings: ServiceSettings, name: str, main: Main) -> None:
     """Run service `name` (gateway, scheduler, worker, kvstore) until it is told to stop.
 
     Raises SystemExit(1) when `main` failed or had to be cancelled, the broker cannot be reached, or it
-    refused us for good.
+    refused us for good. A `CannotStart` of `main` is logged without a traceback.
     """
     logs.configure(name, settings.instance, settings.log_level)
     if settings.parent_pid:
@@ -91,7 +107,8 @@ async def _live(settings: ServiceSettings, name: str, main: Main) -> int:
                 password=settings.nats_password,
             )
             closing.push_async_callback(bus.close)
-            store = RedisStore(settings.redis_url) if settings.redis_url else None
+            redis_url = "" if "redis_url" in settings.unused else settings.redis_url
+            store = RedisStore(redis_url) if redis_url else None
             if store is not None:
                 closing.push_async_callback(store.close)
             context = ServiceContext(
@@ -114,7 +131,7 @@ async def _live(settings: ServiceSettings, name: str, main: Main) -> int:
             await server.start()
             closing.push_async_callback(server.stop)
         except (OSError, ValueError) as error:
-            log.error("cannot start", error=str(error))
+            _refuse(log, error)
             return 1
         context.http_address = server.address
         announced = await bus.announce(
@@ -151,7 +168,10 @@ async def _work(main: Main, context: ServiceContext) -> int:
             await asyncio.wait({task}, timeout=2)
     stopping.cancel()
     if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-        context.log.error("service failed", exc_info=error)
+        if isinstance(error, CannotStart):
+            _refuse(context.log, error)
+        else:
+            context.log.error("service failed", exc_info=error)
         return 1
     return 1 if late or context.bus.lost.is_set() else 0
 

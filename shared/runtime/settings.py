@@ -10,11 +10,13 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 PREFIX = "HORTATOR_"
-OF_THE_NODE = frozenset({"HORTATOR_CACHE"})
-"""Variables of the machine rather than of a service: where models and compiled kernels are kept."""
+OF_THE_NODE = {
+    "HORTATOR_CACHE": "Where this machine keeps models and compiled kernels (default ~/.cache/hortator)."
+}
+"""Variables of the machine rather than of a service, and what they mean."""
 
 S = TypeVar("S", bound="ServiceSettings")
 
@@ -22,7 +24,11 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
 
 
-class SettingsError(ValueError):
+class CannotStart(Exception):
+    """Why a service cannot work, for who started it to mend: what is wrong, where, and what to do."""
+
+
+class SettingsError(CannotStart, ValueError):
     """A setting that is unknown or cannot be read; the message names the variable and what would be valid."""
 
 
@@ -30,21 +36,26 @@ class SettingsError(ValueError):
 class ServiceSettings:
     """What every service can be told. Subclasses add their own fields, units in names."""
 
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Fields of this class that a subclass accepts, so that one environment does for all, but never reads."""
+
     nats_url: str = "nats://127.0.0.1:4222"
-    """HORTATOR_NATS_URL: where the broker is."""
+    """Where the broker is."""
     nats_user: str = ""
     """Empty: no authentication. Answers then come to `_INBOX.>`, else to `_INBOX.<user>.>`."""
     nats_password: str = dataclasses.field(default="", repr=False)
+    """Of `nats_user`."""
     redis_url: str = dataclasses.field(default="redis://127.0.0.1:6379/0", repr=False)
-    """May hold user:password. Empty: work without Redis (no reuse across instances)."""
+    """May hold user:password. Set to nothing (HORTATOR_REDIS_URL=): no Redis, so no reuse of KV across
+    instances."""
     http: str = "127.0.0.1:0"
     """HOST:PORT of health and metrics; port 0: any free port, written to `ready_file`."""
     model: str = "smollm2-135m-instruct"
     """Name of the model served; part of subjects and Redis keys."""
     instance: str = ""
     """Name of this process in subjects, logs and metrics, e.g. `w0`; empty: drawn at random."""
-    log_level: str = "info"
-    """debug, info, warning or error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Log lines are JSON, on standard output."""
     ready_file: str = ""
     """Written atomically with {"http": "host:port", "pid": n} once the service listens; empty: none."""
     parent_pid: int = 0
@@ -63,7 +74,7 @@ def load(cls: type[S], env: Mapping[str, str] = os.environ) -> S:
             continue
         if key not in names:
             raise SettingsError(_unknown(key, list(names)))
-        values[names[key]] = _convert(key, text, hints[names[key]])
+        values[names[key]] = convert(key, text, hints[names[key]])
     if not values.get("instance"):
         values["instance"] = f"{_service_word(cls)}-{secrets.token_hex(4)}"
     return cls(**values)
@@ -89,19 +100,22 @@ def _service_word(cls: type) -> str:
 
 
 def _unknown(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=3) or sorted(known)
-    return f"unknown setting {key}; did you mean {', '.join(near)}? Unset it or correct its name"
+    names = [name.removeprefix(PREFIX) for name in known]
+    near = difflib.get_close_matches(key.removeprefix(PREFIX), names, n=3)
+    meant = f"; did you mean {', '.join(PREFIX + name for name in near)}?" if near else "."
+    return f"unknown setting {key}{meant} Unset it or correct its name"
 
 
-def _convert(key: str, text: str, type_: Any) -> Any:
+def convert(key: str, text: str, type_: Any) -> Any:
+    """`text` as a value of a field's type. Raises `SettingsError` that begins with `key`."""
     args = typing.get_args(type_)
     if isinstance(type_, types.UnionType) and type(None) in args:
         (inner,) = (arg for arg in args if arg is not type(None))
-        return None if text == "" else _convert(key, text, inner)
-    if typing.get_origin(type_) is typing.Literal:
+        return None if text == "" else convert(key, text, inner)
+    if typing.get_origin(type_) is Literal:
         if text in args:
             return text
-        raise SettingsError(f"{key}={text!r} is not one of {', '.join(map(str, args))}")
+        raise SettingsError(f"{key}={text!r} is not one of {', '.join(choices(type_))}")
     try:
         if type_ is bool:
             return _boolean(text)
@@ -117,6 +131,11 @@ def _convert(key: str, text: str, type_: Any) -> Any:
     if not 0 <= number < math.inf:
         raise SettingsError(f"{key}={text!r} must be a finite number of at least 0")
     return number
+
+
+def choices(type_: Any) -> list[str]:
+    """What a field of few values takes, without the empty text; none of any other field."""
+    return [str(a) for a in typing.get_args(type_) if a != ""] if typing.get_origin(type_) is Literal else []
 
 
 def _boolean(text: str) -> bool:

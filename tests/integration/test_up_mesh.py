@@ -297,11 +297,11 @@ def test_a_mesh_with_keys_becomes_ready_and_serves_those_who_have_one(tmp_path):
             assert json.load(answer)["data"][0]["id"] == "smollm2-135m-instruct"
 
 
-def test_a_setting_no_service_knows_ends_the_start_with_its_name(tmp_path):
+def test_a_setting_a_service_cannot_use_ends_the_start_with_its_reason_alone(tmp_path):
     up = subprocess.run(
         [
             *(*HORTATOR, "up", "--mock", "--run-dir", str(tmp_path / "run"), "--http", "127.0.0.1:0"),
-            *("--set", "scheduler.itl_target=100"),
+            *("--set", "worker.model_dir=/nope"),
         ],
         capture_output=True,
         text=True,
@@ -309,7 +309,7 @@ def test_a_setting_no_service_knows_ends_the_start_with_its_name(tmp_path):
         check=False,
     )
     assert up.returncode == 1
-    assert "scheduler ended with exit code 1" in up.stdout
-    assert "unknown setting HORTATOR_ITL_TARGET; did you mean HORTATOR_ITL_TARGET_MS" in up.stdout
+    assert "w0 cannot start: HORTATOR_MODEL_DIR=/nope: there is no such folder" in up.stdout
+    assert "{" not in up.stdout
     run = RunDir(tmp_path / "run")
     assert leftovers(run, run.read_state()) == []

@@ -11,10 +11,11 @@ import pytest
 
 from deploy import credentials as users
 from deploy.mesh import Places, share_cores, stages
-from deploy.options import BadOption, UpOptions, instance_names, parse_http, parse_settings
+from deploy.options import BadOption, UpOptions, check_settings, instance_names, parse_http, parse_settings
 from deploy.rundir import RunDir
 from deploy.servers import free_port, port_taken
 from deploy.setup_torch import cuda_packages
+from deploy.supervisor import told_error
 from deploy.tap import decode
 
 
@@ -55,10 +56,27 @@ def test_further_settings_are_read_per_service_and_reach_it(tmp_path):
     assert "HORTATOR_MOCK_STEP_S" not in next(s for s in specs if s.service == "gateway").env
 
 
-@pytest.mark.parametrize("item", ["", "worker", "worker.x", "nats.port=1", "worker.X Y=1"])
+@pytest.mark.parametrize("item", ["", "worker", "worker.x", "worker.X Y=1"])
 def test_a_setting_that_names_no_service_and_field_is_refused(item):
     with pytest.raises(BadOption, match=r"SERVICE\.FIELD=VALUE"):
         parse_settings([item])
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("nats.port=1", "'nats' is no service: gateway, scheduler, worker, kvstore"),
+        ("scheduler.foo=1", "scheduler has no setting foo (`hortator scheduler --help` lists them)"),
+        ("scheduler.itl_target=1", "scheduler has no setting itl_target; did you mean itl_target_ms?"),
+        ("scheduler.itl_target_ms=abc", "--set scheduler.itl_target_ms='abc' cannot be read as float"),
+        ("worker.kernels=fast", "--set worker.kernels='fast' is not one of auto, native, torch"),
+    ],
+)
+def test_a_setting_that_its_service_would_refuse_is_refused_before_in_the_words_of_the_option(item, words):
+    with pytest.raises(BadOption) as refusal:
+        check_settings([item])
+    assert words in str(refusal.value)
+    assert "HORTATOR_" not in str(refusal.value)
 
 
 def test_options_survive_the_way_through_a_command_line(tmp_path):
@@ -165,8 +183,14 @@ def test_a_service_lists_its_settings_with_what_they_mean(service):
     done = subprocess.run(
         [sys.executable, "-m", "deploy.cli", service, "--help"], capture_output=True, text=True, check=True
     )
-    assert "HORTATOR_NATS_URL (default nats://127.0.0.1:4222)\n    HORTATOR_NATS_URL: where" in done.stdout
-    assert "HORTATOR_LOG_LEVEL (default info)\n    debug, info, warning or error." in done.stdout
+    assert "HORTATOR_NATS_URL (default nats://127.0.0.1:4222)\n    Where the broker is." in done.stdout
+    assert "One of debug, info, warning, error." in done.stdout
+    assert "HORTATOR_CACHE" in done.stdout
+    assert ("HORTATOR_REDIS_URL" in done.stdout) == (service in ("scheduler", "kvstore"))
+    lines = done.stdout.splitlines()
+    for setting, below in zip(lines, [*lines[1:], ""]):
+        if setting.startswith("HORTATOR_"):
+            assert below.startswith("    "), f"{setting} has no text"
 
 
 def test_a_setting_a_service_does_not_know_is_told_in_one_line():
@@ -194,7 +218,42 @@ deploy.cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "pip install 'hortator[local]'" in done.stderr
+    assert "typer is not installed: pip install '" in done.stderr
+    assert "[local]'" in done.stderr
+
+
+def test_help_where_only_services_are_installed_lists_them_and_says_what_brings_the_rest():
+    code = """
+import sys
+sys.modules["typer"] = None
+sys.argv = ["hortator", "--help"]
+import deploy.cli
+deploy.cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for service in ("gateway", "scheduler", "worker", "kvstore"):
+        assert f"hortator {service}" in done.stdout
+    assert "[local]'" in done.stdout
+
+
+@pytest.mark.parametrize("service", ["scheduler", "gateway", "worker"])
+def test_a_service_that_cannot_start_says_why_in_one_log_line(service, tmp_path):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HORTATOR_")}
+    wrong = {"scheduler": ("LOG_LEVEL", "loud"), "gateway": ("MODEL_DIR", str(tmp_path))}
+    name, value = wrong.get(service, ("MODEL_DIR", str(tmp_path / "nothing")))
+    done = subprocess.run(
+        [sys.executable, "-m", f"services.{service}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**env, f"HORTATOR_{name}": value},
+    )
+    assert done.returncode == 1
+    assert done.stderr == ""
+    assert told_error(done.stdout).count(value) == 1
+    assert done.stdout.count("\n") == 1
+    assert "Traceback" not in done.stdout
 
 
 def test_help_is_quick_because_it_imports_no_heavy_library():

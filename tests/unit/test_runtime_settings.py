@@ -49,9 +49,15 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_ones() -> None:
         load(ProbeSettings, {"HORTATOR_HEARTBEATS": "1"})
 
 
+def test_a_key_like_no_other_is_refused_without_suggestions() -> None:
+    with pytest.raises(SettingsError, match=r"unknown setting HORTATOR_ZZZ\. Unset it"):
+        load(ProbeSettings, {"HORTATOR_ZZZ": "1"})
+
+
 @pytest.mark.parametrize(
     ("key", "text"),
     [
+        ("HORTATOR_LOG_LEVEL", "loud"),
         ("HORTATOR_DEPTH", "2.5"),
         ("HORTATOR_HEARTBEAT_S", "fast"),
         ("HORTATOR_MOCK", "maybe"),
