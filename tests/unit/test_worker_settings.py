@@ -37,6 +37,12 @@ def test_cores_that_are_no_numbers_are_refused(text: str) -> None:
         parse_cores(text)
 
 
+def test_kv_is_kept_in_the_weights_dtype_on_a_cuda_device_unless_told_otherwise() -> None:
+    assert WorkerSettings().kv_format == "float32"
+    assert WorkerSettings(device="cuda:1", dtype="bfloat16").kv_format == "bfloat16"
+    assert WorkerSettings(device="cuda", kv_dtype="float32").kv_format == "float32"
+
+
 def test_a_mock_without_costs_runs_on_the_loop_and_one_with_costs_in_a_thread() -> None:
     assert isinstance(make_runner(WorkerSettings(mock=True)), InlineRunner)
     assert isinstance(make_runner(WorkerSettings(mock=True, mock_step_s=0.001)), ThreadRunner)

@@ -194,6 +194,8 @@ class CudaDecoder:
             x = x + F.linear(attend(i, q).reshape(-1, c.q_size), w.out, w.out_bias)
             gate, up = F.linear(self._normed(x, w.post_norm), w.gate_up).chunk(2, dim=-1)
             x = x + F.linear(F.silu(gate) * up, w.down)
+        if not len(inputs.logit_tokens):
+            return self._logits[:0]
         return self._vocabulary(self._normed(x[inputs.logit_tokens], self._norm))
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
