@@ -13,6 +13,7 @@ class Matrix(Structure):
         ("scale", Pointer),
         ("n", c_int64),
         ("k", c_int64),
+        ("format", c_int64),
     )
 
 
@@ -42,7 +43,6 @@ class Model(Structure):
         ("head_dim", c_int64),
         ("layers", c_int64),
         ("block_tokens", c_int64),
-        ("weights", c_int64),
         ("half_kv", c_int64),
         ("eps", c_float),
         ("cos", Pointer),
@@ -111,12 +111,11 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hortator_muster.restype = Pointer
     library.hortator_dismiss.argtypes = [Pointer]
     library.hortator_dismiss.restype = None
-    library.hortator_pack.argtypes = [Pointer, Pointer, c_int64, c_int64, POINTER(Matrix)]
+    library.hortator_pack.argtypes = [Pointer, Pointer, c_int64, POINTER(Matrix)]
     library.hortator_pack.restype = None
     library.hortator_multiply.argtypes = [
         Pointer,
         POINTER(Matrix),
-        c_int64,
         c_int64,
         Pointer,
         c_int64,

@@ -76,8 +76,8 @@ class PackedMatrix:
         self._bias = None if bias is None else torch.nn.functional.pad(bias, (0, padded - n)).contiguous()
         self._scale = None if form.top is None else torch.empty(padded)
         own = _address(self._bias), _address(self._scale)
-        self.abi = abi.Matrix(self._panels.data_ptr(), *own, n, inputs)
-        kernels.library.hortator_pack(kernels.team, weight.data_ptr(), k, form.code, self.abi)
+        self.abi = abi.Matrix(self._panels.data_ptr(), *own, n, inputs, form.code)
+        kernels.library.hortator_pack(kernels.team, weight.data_ptr(), k, self.abi)
 
     @property
     def bytes(self) -> int:
@@ -89,8 +89,8 @@ class PackedMatrix:
         out = torch.empty(m, round_up(self.abi.n)) if into is None else into
         codes = Codes(m, self.abi.k) if self.form.dynamic else None
         to = out.data_ptr(), int(into is not None), codes.abi if codes else abi.Codes()
-        what = x.data_ptr(), self._inputs
-        self._kernels.library.hortator_multiply(self._kernels.team, self.abi, self.form.code, m, *what, *to)
+        what = m, x.data_ptr(), self._inputs
+        self._kernels.library.hortator_multiply(self._kernels.team, self.abi, *what, *to)
         return out
 
 
@@ -143,7 +143,6 @@ class NativeDecoder:
             head_dim=c.head_dim,
             layers=c.layers,
             block_tokens=kv.block_tokens,
-            weights=form.code,
             half_kv=int(kv.data.dtype == torch.float16),
             eps=c.norm_eps,
             cos=self._vector(cos),

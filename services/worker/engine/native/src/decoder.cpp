@@ -19,7 +19,7 @@ struct Layer {
 
 struct Model {
     int64_t hidden, intermediate, heads, kv_heads, head_dim, layers, block_tokens;
-    int64_t weights, half_kv;  // weights: a Format
+    int64_t half_kv;
     float eps;
     const float *cos, *sin;  // [max_len, head_dim / 2]
     const Layer* layer;
@@ -72,52 +72,51 @@ class Pass {
         ld_act_ = panels_of(m_.intermediate) * kPanel;
     }
 
-    template <class W, class T>
+    template <class T>
     void run() {
-        team_.run([this](int member) { pass<W, T>(member); });
+        team_.run([this](int member) { pass<T>(member); });
     }
 
   private:
-    template <class W, class T>
+    template <class T>
     void pass(int member) {
-        team_.each(b_.tokens, [&](int64_t t) { unpack_row<W>(m_.embed, b_.ids[t], m_.hidden, buf_.x + t * m_.hidden); });
+        team_.each(b_.tokens, [&](int64_t t) { unpack_row(m_.embed, b_.ids[t], m_.hidden, buf_.x + t * m_.hidden); });
         tick(member, kEmbed);
         for (int64_t i = 0; i < m_.layers; i++) {
-            attention_half<W, T>(i, member);
-            feed_forward_half<W>(m_.layer[i], member);
+            attention_half<T>(i, member);
+            feed_forward_half(m_.layer[i], member);
         }
         team_.each(b_.logits, kRowGrain, [&](int64_t i) {
             rms_norm(buf_.x + b_.logit_tokens[i] * m_.hidden, m_.norm, m_.hidden, m_.eps, buf_.normed + i * m_.hidden);
         });
         tick(member, kNorm);
-        multiply<W>(team_, m_.head, b_.logits, buf_.normed, m_.hidden, logits_, panels_of(m_.head.n) * kPanel,
+        multiply(team_, m_.head, b_.logits, buf_.normed, m_.hidden, logits_, panels_of(m_.head.n) * kPanel,
                     Into::kStore, buf_.codes);
         tick(member, kHead);
     }
 
-    template <class W, class T>
+    template <class T>
     void attention_half(int64_t index, int member) {
         const Layer& layer = m_.layer[index];
         const int64_t dim = m_.head_dim;
         const int64_t per_layer = 2 * m_.kv_heads * m_.block_tokens * dim;
         const Pages pages{m_.kv, m_.layers * per_layer, index * per_layer, m_.kv_heads, m_.block_tokens, dim};
         norm_all(layer.input_norm, member);
-        multiply<W>(team_, layer.qkv, b_.tokens, buf_.normed, m_.hidden, buf_.qkv, ld_qkv_, Into::kStore, buf_.codes);
+        multiply(team_, layer.qkv, b_.tokens, buf_.normed, m_.hidden, buf_.qkv, ld_qkv_, Into::kStore, buf_.codes);
         tick(member, kQkv);
         team_.each(b_.tokens, kRowGrain, [&](int64_t t) { place<T>(layer, pages, t); });
         tick(member, kPlace);
         attention_.run<T>(member, pages, {buf_.qkv, ld_qkv_, buf_.attended, q_size_});
         tick(member, kAttention);
-        multiply<W>(team_, layer.out, b_.tokens, buf_.attended, q_size_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
+        multiply(team_, layer.out, b_.tokens, buf_.attended, q_size_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
         tick(member, kOut);
     }
 
-    template <class W>
     void feed_forward_half(const Layer& layer, int member) {
         norm_all(layer.post_norm, member);
-        multiply_silu<W>(team_, layer.gate_up, b_.tokens, buf_.normed, m_.hidden, buf_.act, ld_act_, buf_.codes);
+        multiply_silu(team_, layer.gate_up, b_.tokens, buf_.normed, m_.hidden, buf_.act, ld_act_, buf_.codes);
         tick(member, kGateUp);
-        multiply<W>(team_, layer.down, b_.tokens, buf_.act, ld_act_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
+        multiply(team_, layer.down, b_.tokens, buf_.act, ld_act_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
         tick(member, kDown);
     }
 
@@ -162,17 +161,6 @@ class Pass {
     int64_t q_size_, kv_size_, ld_qkv_, ld_act_;
 };
 
-// Calls `work` with an (unusable) pointer to the type of weights that `format` names.
-template <class Work>
-void with_weights(int64_t format, Work work) {
-    switch (format) {
-        case kFloat32: return work(static_cast<float*>(nullptr));
-        case kFloat16: return work(static_cast<Half*>(nullptr));
-        case kInt8: return work(static_cast<Int8*>(nullptr));
-        default: return work(static_cast<Int8Dynamic*>(nullptr));
-    }
-}
-
 }  // namespace hortator
 
 using namespace hortator;
@@ -182,7 +170,7 @@ extern "C" {
 // Logits [batch.logits, vocab rounded up to 16] of `batch`; writes the KV of its tokens and adds to spent [kPhases].
 void hortator_forward(const Model* model, const Batch* batch, const Buffers* buffers, float* logits, double* spent) {
     Pass pass(*model, *batch, *buffers, logits, spent);
-    with_weights(model->weights, [&]<class W>(W*) { model->half_kv ? pass.run<W, Half>() : pass.run<W, float>(); });
+    model->half_kv ? pass.run<Half>() : pass.run<float>();
 }
 
 // A team of `threads`, the caller included; it lives until hortator_dismiss.
@@ -191,42 +179,16 @@ void hortator_dismiss(Team* team) { delete team; }
 
 // Fills w.panels (n rounded up to 16, times w.k, elements) and, of int8 formats, w.scale with weights [n, k];
 // inputs from k to w.k are zero.
-void hortator_pack(Team* team, const float* weights, int64_t k, int64_t format, const Matrix* w) {
-    with_weights(format, [&]<class W>(W*) {
-        W* panels = static_cast<W*>(const_cast<void*>(w->panels));
-        team->run([&](int) { pack(*team, weights, k, *w, panels, const_cast<float*>(w->scale)); });
-    });
+void hortator_pack(Team* team, const float* weights, int64_t k, const Matrix* w) {
+    team->run([&](int) { pack(*team, weights, k, *w); });
 }
 
 // c [m, n rounded up to 16] = or += a [m, k] · wᵀ: one matrix product by itself, for tests and measurements.
-void hortator_multiply(Team* team, const Matrix* w, int64_t format, int64_t m, const float* a, int64_t k, float* c,
-                       int64_t add, const Codes* codes) {
+void hortator_multiply(Team* team, const Matrix* w, int64_t m, const float* a, int64_t k, float* c, int64_t add,
+                       const Codes* codes) {
     const int64_t ldc = panels_of(w->n) * kPanel;
     const Into into = add ? Into::kAdd : Into::kStore;
-    with_weights(format, [&]<class W>(W*) {
-        team->run([&](int) { multiply<W>(*team, *w, m, a, k, c, ldc, into, *codes); });
-    });
-}
-
-// What `hortator_attend` works on: layer `layer` of paged KV [block, layers, 2, kv_heads, block_tokens, head_dim].
-struct AttentionCall {
-    void* kv;
-    int64_t half_kv, layer, layers, heads, kv_heads, head_dim, block_tokens, rows, table_width;
-    const int32_t *row_start, *positions, *table;
-    const float* q;  // [tokens, heads, head_dim], as out
-    float* out;
-};
-
-// Attention of a ragged batch by itself, for tests and measurements.
-void hortator_attend(Team* team, const AttentionCall* c) {
-    const int64_t per_layer = 2 * c->kv_heads * c->block_tokens * c->head_dim, ld = c->heads * c->head_dim;
-    const Pages pages{c->kv, c->layers * per_layer, c->layer * per_layer, c->kv_heads, c->block_tokens, c->head_dim};
-    const Sequences rows{c->rows, c->table_width, c->row_start, c->positions, c->table};
-    AttentionPlan plan(*team, rows, c->heads, c->kv_heads, c->head_dim);
-    const Heads heads{c->q, ld, c->out, ld};
-    team->run([&](int member) {
-        c->half_kv ? plan.run<Half>(member, pages, heads) : plan.run<float>(member, pages, heads);
-    });
+    team->run([&](int) { multiply(*team, *w, m, a, k, c, ldc, into, *codes); });
 }
 
 // finite[r], best[r]: whether all of row r of values [rows, ld] is finite, and the first index of its maximum.

@@ -27,4 +27,15 @@ struct Int8Dynamic {
 template <class W>
 constexpr bool is_int8 = sizeof(W) == 1;
 
+// Calls `work` with an (unusable) pointer to the type of weights that `format` names.
+template <class Work>
+inline void with_weights(Format format, Work work) {
+    switch (format) {
+        case kFloat32: return work(static_cast<float*>(nullptr));
+        case kFloat16: return work(static_cast<Half*>(nullptr));
+        case kInt8: return work(static_cast<Int8*>(nullptr));
+        case kInt8Dynamic: return work(static_cast<Int8Dynamic*>(nullptr));
+    }
+}
+
 }  // namespace hortator

@@ -141,8 +141,8 @@ inline void panel_group(const Matrix& w, int64_t panel, int count, int64_t rows,
 
 // c [m, ldc] = or += a · wᵀ by the whole team; ldc is at least n rounded up to 16. Ends with a barrier.
 template <class W>
-void multiply(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* c, int64_t ldc, Into into,
-              const Codes& room) {
+void multiply_as(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* c, int64_t ldc, Into into,
+                 const Codes& room) {
     const int64_t panels = panels_of(w.n), groups = (panels + kGroup - 1) / kGroup;
     const Left<W> x = Left<W>::ready(team, m, w.k, a, lda, room);
     team.each(groups, [&](int64_t g) {
@@ -155,10 +155,15 @@ void multiply(Team& team, const Matrix& w, int64_t m, const float* a, int64_t ld
     });
 }
 
+inline void multiply(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* c, int64_t ldc,
+                     Into into, const Codes& room) {
+    with_weights(w.format, [&]<class W>(W*) { multiply_as<W>(team, w, m, a, lda, c, ldc, into, room); });
+}
+
 // act [m, n / 2] = silu(gate) · up, the panels of w being gate and up in turn. Ends with a barrier.
 template <class W>
-void multiply_silu(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* act, int64_t ld_act,
-                   const Codes& room) {
+void multiply_silu_as(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* act, int64_t ld_act,
+                      const Codes& room) {
     const int64_t pairs = panels_of(w.n) / 2;
     const Left<W> x = Left<W>::ready(team, m, w.k, a, lda, room);
     team.each(pairs, [&](int64_t pair) {
@@ -177,21 +182,32 @@ void multiply_silu(Team& team, const Matrix& w, int64_t m, const float* a, int64
     });
 }
 
+inline void multiply_silu(Team& team, const Matrix& w, int64_t m, const float* a, int64_t lda, float* act,
+                          int64_t ld_act, const Codes& room) {
+    with_weights(w.format, [&]<class W>(W*) { multiply_silu_as<W>(team, w, m, a, lda, act, ld_act, room); });
+}
+
 // The first `size` inputs of row `row` of the weights as float32, e.g. an embedding.
-template <class W>
 inline void unpack_row(const Matrix& w, int64_t row, int64_t size, float* out) {
-    const W* panel = static_cast<const W*>(w.panels) + row / kPanel * w.k * kPanel;
-    if constexpr (is_int8<W>) {
-        for (int64_t i = 0; i < size; i++) out[i] = float(panel[place<W>(w.k, i, row % kPanel)].code) * w.scale[row];
-    } else {
-        for (int64_t i = 0; i < size; i++) out[i] = to_float(panel[place<W>(w.k, i, row % kPanel)]);
-    }
+    with_weights(w.format, [&]<class W>(W*) {
+        const W* panel = static_cast<const W*>(w.panels) + row / kPanel * w.k * kPanel;
+        for (int64_t i = 0; i < size; i++) {
+            const W& v = panel[place<W>(w.k, i, row % kPanel)];
+            if constexpr (is_int8<W>) {
+                out[i] = float(v.code) * w.scale[row];
+            } else {
+                out[i] = to_float(v);
+            }
+        }
+    });
 }
 
 // Panels of weights [n, k] row by row, where w.n is n and w.k at least k; fills w.scale of formats that have
 // one. Values beyond the range of 16 bit are clamped to it.
 template <class W>
-void pack(Team& team, const float* weights, int64_t k, const Matrix& w, W* panels, float* scale) {
+void pack_as(Team& team, const float* weights, int64_t k, const Matrix& w) {
+    W* panels = static_cast<W*>(const_cast<void*>(w.panels));
+    float* scale = const_cast<float*>(w.scale);
     team.each(panels_of(w.n), [&](int64_t p) {
         W* panel = panels + p * w.k * kPanel;
         for (int64_t j = 0; j < kPanel; j++) {
@@ -212,6 +228,9 @@ void pack(Team& team, const float* weights, int64_t k, const Matrix& w, W* panel
             }
         }
     });
+}
+inline void pack(Team& team, const float* weights, int64_t k, const Matrix& w) {
+    with_weights(w.format, [&]<class W>(W*) { pack_as<W>(team, weights, k, w); });
 }
 
 }  // namespace hortator

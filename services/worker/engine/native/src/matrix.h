@@ -36,6 +36,7 @@ struct Matrix {
     const float *bias, *scale;
     int64_t n;
     int64_t k;
+    Format format;
 
     Channels channels(int64_t panel, bool with_bias) const {
         return Channels{scale, with_bias ? bias : nullptr}.from(panel * kPanel);
