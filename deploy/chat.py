@@ -10,7 +10,7 @@ import orjson
 import typer
 from rich.console import Console
 
-from deploy.bench.client import RequestFailed, Target, exchange
+from deploy.bench.client import RequestFailed, Target, described, exchange
 from deploy.bench.runner import served_model
 from deploy.bench.sse import BadResponse, EventParser
 
@@ -151,14 +151,14 @@ def chat(
         float | None, typer.Option(min=0, help="0 is greedy; the server's default if unset.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY")] = "",
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="For a server that wants one.")] = "",
 ) -> None:
     """Talk to the model. From a pipe, each line is a question and only the answers are printed."""
     target = Target("chat", url, model, api_key)
     try:
         status = _session(target, system, Settings(max_tokens, temperature, seed))
     except (RequestFailed, ValueError) as error:
-        sys.exit(f"hortator chat: {url}: {error}. Is a mesh up? `hortator up` starts one")
+        sys.exit(f"hortator chat: {url}: {described(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(status)
@@ -188,7 +188,7 @@ def _session(target: Target, system: str, settings: Settings) -> int:
             if not asyncio.run(answer_line(line, talk, answer, write, say)):
                 break
         except RequestFailed as error:
-            print(f"hortator chat: {error}", file=sys.stderr)
+            print(f"hortator chat: {described(error)}", file=sys.stderr)
             status = 1
         except KeyboardInterrupt:
             if not person:

@@ -2,10 +2,11 @@
 
 import shlex
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -13,9 +14,9 @@ import uvloop
 from rich.console import Console
 
 from deploy.bench import traces
-from deploy.bench.client import RequestFailed, Target
+from deploy.bench.client import RequestFailed, Target, described
 from deploy.bench.records import Record
-from deploy.bench.results import Result, document, table, write_json
+from deploy.bench.results import Result, document, tables, write_json
 from deploy.bench.runner import Conditions, OnRecord, Run, closed_loop, open_loop, served_model, warm_up
 from deploy.bench.workload import Job, Shape, poisson, random_jobs
 
@@ -31,14 +32,14 @@ class Setting:
     title: str
     jobs: Callable[[int], list[Job]]
     """Round → jobs: the same for every target, others in each round, so no prefix cache helps."""
-    run: Callable[[Target, list[Job], OnRecord], Awaitable[Run]]
+    run: Callable[[Target, list[Job], OnRecord], Coroutine[Any, Any, Run]]
 
 
 @app.command()
 def bench(
     target: Annotated[
         list[str],
-        typer.Option("--target", "-t", help="name=url[,model]; repeat it to compare. Rounds alternate."),
+        typer.Option("--target", "-t", help="[NAME=]URL[,MODEL]; repeat it to compare. Rounds alternate."),
     ] = [DEFAULT_TARGET],  # noqa: B006 - typer reads it once
     concurrency: Annotated[
         str, typer.Option("--concurrency", "-c", help="Closed loop with so many clients each: 1,8,32.")
@@ -88,24 +89,28 @@ def bench(
         conditions = Conditions(ignore_eos, timeout_s)
         rates = _numbers("--rate", rate, float) if rate else []
         clients = _numbers("--concurrency", concurrency, int)
+        rows = _trace(trace) if trace else []
         targets, context = uvloop.run(_prepare(targets, shape, conditions, max_context))
         out.print(
             f"{command}\nseed {seed}; " + "; ".join(f"{t.name}: {t.url} {t.model}" for t in targets),
             soft_wrap=True,
         )
         if trace is not None:
-            settings = [_replay(trace, shape, context, limit, speed, scale_tokens, seed, conditions, out)]
+            scaled = _scaled(trace.name, rows, context, limit, speed, scale_tokens, out)
+            settings = [_replay(trace.name, scaled, shape, seed, conditions)]
         elif rate:
             settings = [_poisson(r, requests, shape, seed, conditions) for r in rates]
         else:
             settings = [_closed(c, requests, shape, seed, conditions) for c in clients]
-        results = uvloop.run(_measure(targets, settings, rounds))
     except (RequestFailed, ValueError, OSError) as error:
-        _fail(error)
+        _fail(described(error))
     except KeyboardInterrupt:
         sys.exit(130)
+    results, interrupted = _measure(targets, settings, rounds)
     # A wide table is of more use in a log than one folded to 80 columns.
-    Console(width=None if out.is_terminal else 200).print(table(results))
+    console = Console(width=None if out.is_terminal else 200)
+    for table in tables(results, console) if results else ():
+        console.print(table)
     for result in results:
         if result.first_error:
             out.print(f"{result.target}, {result.setting}: first error: {result.first_error}", soft_wrap=True)
@@ -119,18 +124,26 @@ def bench(
         from deploy.bench.plots import plot_all
 
         out.print("plots: " + ", ".join(str(path) for path in plot_all(results, plot)), soft_wrap=True)
+    if interrupted:
+        out.print("interrupted: these are the requests that had ended")
+        raise typer.Exit(130)
     if any(result.summary.errors for result in results):
         raise typer.Exit(1)
 
 
 def _target(text: str, api_key: str) -> Target:
+    """`[NAME=]URL[,MODEL]`; without a name it is the URL's host and port. Raises ValueError."""
     name, equals, rest = text.partition("=")
-    if not equals:
-        raise ValueError(f"--target {text!r}: write name=url[,model], for example {DEFAULT_TARGET}")
+    if not equals or "/" in name or ":" in name:
+        name, rest = "", text
     url, _, model = rest.partition(",")
-    made = Target(name, url, model, api_key)
-    made.at("/v1/models")
-    return made
+    try:
+        where = Target(name, url, model, api_key).at("/v1/models")
+    except ValueError as error:
+        raise ValueError(
+            f"--target {text!r}: {error}; write [NAME=]URL[,MODEL], for example {DEFAULT_TARGET}"
+        ) from None
+    return Target(name or f"{where.host}:{where.port}", url, model, api_key)
 
 
 N = TypeVar("N", int, float)
@@ -158,7 +171,7 @@ async def _prepare(
             ready.append(replace(target, model=model))
             await warm_up(ready[-1], shape, conditions)
         except RequestFailed as error:
-            raise RequestFailed(f"{target.name} ({target.url}): {error}") from None
+            raise RequestFailed(f"{target.name} ({target.url}): {described(error)}") from None
         contexts += [length] if length else []
     return ready, min(contexts, default=0)
 
@@ -186,52 +199,86 @@ def _poisson(rate: float, requests: int, shape: Shape, seed: int, conditions: Co
     )
 
 
-def _replay(
-    path: Path,
-    shape: Shape,
+def _trace(path: Path) -> list[traces.TraceRow]:
+    """Raises ValueError."""
+    try:
+        return traces.parse(path.read_text().splitlines())
+    except OSError as error:
+        raise ValueError(f"--trace {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--trace {path}: not a text file") from None
+    except traces.BadTrace as error:
+        raise ValueError(f"--trace {path}, {error}") from None
+
+
+def _scaled(
+    name: str,
+    rows: list[traces.TraceRow],
     context: int,
     limit: int,
     speed: float,
     tokens: float,
-    seed: int,
-    conditions: Conditions,
     out: Console,
-) -> Setting:
+) -> traces.Scaled:
+    """The rows to replay, announced. Raises ValueError."""
     if not context:
         raise ValueError(
             "no server says its context length (max_model_len in /v1/models): give --max-context"
         )
-    try:
-        rows = traces.parse(path.read_text().splitlines())
-    except traces.BadTrace as error:
-        raise ValueError(f"{path}, {error}") from None
     scaled = traces.scale(rows, context, limit, speed, tokens)
-    span = scaled.rows[-1].at
     out.print(
-        f"{path.name}: {len(scaled.rows)} requests over {span:.1f} s, lengths × {scaled.token_scale:.3g} "
-        "for a "
-        f"context of {context}, {scaled.clipped} prompts cut",
+        f"{name}: {len(scaled.rows)} requests over {scaled.rows[-1].at:.1f} s, lengths × "
+        f"{scaled.token_scale:.3g} for a context of {context}, {scaled.clipped} prompts cut",
         soft_wrap=True,
     )
+    return scaled
+
+
+def _replay(name: str, scaled: traces.Scaled, shape: Shape, seed: int, conditions: Conditions) -> Setting:
     return Setting(
-        f"trace {path.name}",
+        f"trace {name}",
         lambda number: traces.jobs(scaled, shape, f"{seed}:{number}"),
         lambda target, jobs, on_record: open_loop(target, jobs, conditions, on_record),
     )
 
 
-async def _measure(targets: list[Target], settings: list[Setting], rounds: int) -> list[Result]:
-    results = []
-    for setting in settings:
-        runs: dict[str, list[Run]] = {t.name: [] for t in targets}
-        for number in range(rounds):
-            jobs = setting.jobs(number)
-            for target in targets:
-                title = f"{target.name}, {setting.title}" + (f", round {number + 1}" if rounds > 1 else "")
-                with _progress(title, len(jobs)) as on_record:
-                    runs[target.name].append(await setting.run(target, jobs, on_record))
-        results += [Result(t.name, setting.title, tuple(runs[t.name])) for t in targets]
-    return results
+def _measure(targets: list[Target], settings: list[Setting], rounds: int) -> tuple[list[Result], bool]:
+    """Results, and whether Ctrl-C ended it: then of the requests that had ended by then.
+
+    Each run has a loop of its own, so that Ctrl-C is heard at once while prompts are made.
+    """
+    runs: dict[tuple[str, str], list[Run]] = {}
+    interrupted = False
+    try:
+        for setting in settings:
+            for number in range(rounds):
+                jobs = setting.jobs(number)
+                for target in targets:
+                    title = f"{target.name}, {setting.title}"
+                    title += f", round {number + 1}" if rounds > 1 else ""
+                    done = runs.setdefault((target.name, setting.title), [])
+                    with _progress(title, len(jobs)) as on_record:
+                        done.append(_run(setting, target, jobs, on_record, done))
+    except KeyboardInterrupt:
+        interrupted = True
+    return [Result(*key, tuple(each)) for key, each in runs.items() if each], interrupted
+
+
+def _run(setting: Setting, target: Target, jobs: list[Job], on_record: OnRecord, done: list[Run]) -> Run:
+    """One run. On Ctrl-C what has ended goes into `done` before the interrupt goes on."""
+    ended: list[Record] = []
+    began = perf_counter()
+
+    def keep(record: Record) -> None:
+        ended.append(record)
+        on_record(record)
+
+    try:
+        return uvloop.run(setting.run(target, jobs, keep))
+    except KeyboardInterrupt:
+        if ended:
+            done.append(Run(ended, perf_counter() - began))
+        raise
 
 
 @contextmanager

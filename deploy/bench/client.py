@@ -17,6 +17,37 @@ from deploy.bench.sse import BadResponse, EventParser, ResponseParser
 class RequestFailed(Exception):
     """A request that ended in anything but a whole, successful answer."""
 
+    advice = ""
+    """What the person at the keyboard may do, where that is known."""
+
+
+class Unreachable(RequestFailed):
+    """There is no connection to the server."""
+
+    advice = "Is a mesh up? `hortator up` starts one"
+
+
+class Refused(RequestFailed):
+    """The server answered with another status than 200."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status}: {_told(body)}")
+        self.advice = "Pass --api-key KEY, or set OPENAI_API_KEY" if status == 401 else ""
+
+
+def described(error: Exception) -> str:
+    """A failure and what may be done about it."""
+    advice = getattr(error, "advice", "")
+    return f"{str(error).rstrip('.')}. {advice}" if advice else str(error)
+
+
+def _told(body: bytes) -> str:
+    """The message of an error in OpenAI's envelope, else the body's beginning."""
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:300]
+
 
 @dataclass(frozen=True)
 class Target:
@@ -126,14 +157,15 @@ async def exchange(
     except TimeoutError:
         raise RequestFailed(f"no whole answer within {timeout_s:g} s") from None
     except (OSError, BadResponse, ValueError) as error:
+        if transport is None and isinstance(error, OSError):
+            why = error.strerror or str(error)
+            raise Unreachable(f"cannot connect to {where.host}:{where.port} ({why})") from None
         raise RequestFailed(str(error) or type(error).__name__) from None
     finally:
         if transport is not None:
             transport.abort()
     if session.parser.status != 200:
-        raise RequestFailed(
-            f"HTTP {session.parser.status}: {session.error_body.decode(errors='replace')[:300]}"
-        )
+        raise Refused(session.parser.status or 0, session.error_body)
 
 
 async def get_json(target: Target, path: str, timeout_s: float = 10.0) -> Any:
@@ -165,7 +197,7 @@ class _Reader:
                 break
             event = orjson.loads(payload)
             if event.get("error"):
-                raise BadResponse(f"error in the stream: {str(event['error'])[:300]}")
+                raise BadResponse(f"error in the stream: {_told(payload)}")
             if usage := event.get("usage"):
                 self._usage = int(usage["completion_tokens"])
                 record.cached_tokens = int(

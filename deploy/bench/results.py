@@ -4,11 +4,14 @@ import json
 import math
 import os
 import platform
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from deploy.bench.records import Record, Summary, summarise
@@ -43,23 +46,30 @@ class Result:
         return next((record.error for record in self.records if record.error), "")
 
 
-_COLUMNS = (
-    ("target", lambda r, s: r.target),
-    ("setting", lambda r, s: r.setting),
-    ("tok/s", lambda r, s: _number(s.output_tok_s)),
-    ("rounds", lambda r, s: " ".join(_number(x) for x in r.rounds_tok_s) if len(r.runs) > 1 else ""),
-    ("req/s", lambda r, s: f"{s.request_s:.2f}"),
-    ("TTFT p50", lambda r, s: _number(s.ttft_p50_ms)),
-    ("p90", lambda r, s: _number(s.ttft_p90_ms)),
-    ("p99", lambda r, s: _number(s.ttft_p99_ms)),
-    ("gap p50", lambda r, s: _number(s.gap_p50_ms)),
-    ("p99", lambda r, s: _number(s.gap_p99_ms)),
-    ("max", lambda r, s: _number(s.gap_max_ms)),
-    ("e2e p50", lambda r, s: _number(s.e2e_p50_ms)),
-    ("p99", lambda r, s: _number(s.e2e_p99_ms)),
-    ("cached", lambda r, s: f"{100 * s.cached_share:.0f} %" if s.cached_share else ""),
-    ("errors", lambda r, s: f"{s.errors}/{s.requests}"),
+Cell = Callable[[Result, Summary], str]
+
+_COLUMNS: tuple[tuple[str, str, Cell], ...] = (
+    ("tok/s", "tokens/s", lambda r, s: _number(s.output_tok_s)),
+    (
+        "rounds",
+        "of each round",
+        lambda r, s: " ".join(map(_number, r.rounds_tok_s)) if len(r.runs) > 1 else "",
+    ),
+    ("req/s", "requests/s", lambda r, s: f"{s.request_s:.2f}"),
+    ("TTFT p50", "first token p50", lambda r, s: _number(s.ttft_p50_ms)),
+    ("p90", "first token p90", lambda r, s: _number(s.ttft_p90_ms)),
+    ("p99", "first token p99", lambda r, s: _number(s.ttft_p99_ms)),
+    ("gap p50", "gap p50", lambda r, s: _number(s.gap_p50_ms)),
+    ("p99", "gap p99", lambda r, s: _number(s.gap_p99_ms)),
+    ("max", "gap max", lambda r, s: _number(s.gap_max_ms)),
+    ("e2e p50", "end to end p50", lambda r, s: _number(s.e2e_p50_ms)),
+    ("p99", "end to end p99", lambda r, s: _number(s.e2e_p99_ms)),
+    ("cached", "cached", lambda r, s: f"{100 * s.cached_share:.0f} %" if s.cached_share else ""),
+    ("errors", "errors", lambda r, s: f"{s.errors}/{s.requests}"),
 )
+"""Head of a column, the same in full for the head of a row, and the figure."""
+
+_TITLE = "times in ms"
 
 
 def _number(value: float) -> str:
@@ -68,15 +78,65 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
 
 
-def table(results: list[Result]) -> Table:
-    """Times are in milliseconds."""
-    made = Table(title="times in ms", title_justify="left")
-    for name, _ in _COLUMNS:
-        made.add_column(name, justify="left" if name in ("target", "setting") else "right", no_wrap=True)
-    for result in results:
-        summary = result.summary
-        made.add_row(*(cell(result, summary) for _, cell in _COLUMNS))
+def tables(results: Sequence[Result], console: Console) -> list[Table]:
+    """Figures of the results, a row each; in a console too narrow for that a column each, in several tables
+    if need be. What has no figure anywhere is left out."""
+    wide = _wide(results)
+    if _width(wide, console) <= console.width:
+        return [wide]
+    made: list[Table] = []
+    rest = list(results)
+    while rest:
+        count = len(rest)
+        while count > 1 and _width(_tall(rest[:count]), console) > console.width:
+            count -= 1
+        made.append(_tall(rest[:count]))
+        rest = rest[count:]
     return made
+
+
+def _width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+
+
+def _figures(results: Sequence[Result]) -> list[tuple[str, str, list[str]]]:
+    """(short head, long head, figure of each result) of the columns that have any."""
+    summaries = [result.summary for result in results]
+    columns = [(a, b, [cell(r, s) for r, s in zip(results, summaries)]) for a, b, cell in _COLUMNS]
+    return [(short, long, cells) for short, long, cells in columns if any(cells)]
+
+
+def _wide(results: Sequence[Result]) -> Table:
+    made = Table(title=_TITLE, title_justify="left")
+    several = len({result.target for result in results}) > 1
+    for name in ["target", "setting"] if several else ["setting"]:
+        made.add_column(name, no_wrap=True)
+    figures = _figures(results)
+    for short, _, _ in figures:
+        made.add_column(short, justify="right", no_wrap=True)
+    for i, result in enumerate(results):
+        made.add_row(
+            *([result.target] if several else []),
+            _short(result.setting),
+            *(cells[i] for _, _, cells in figures),
+        )
+    return made
+
+
+def _tall(results: Sequence[Result]) -> Table:
+    made = Table(title=_TITLE, title_justify="left")
+    made.add_column("", no_wrap=True)
+    several = len({result.target for result in results}) > 1
+    for result in results:
+        head = f"{result.target}\n{_short(result.setting)}" if several else _short(result.setting)
+        made.add_column(head, justify="right")
+    for _, long, cells in _figures(results):
+        made.add_row(long, *cells)
+    return made
+
+
+def _short(setting: str) -> str:
+    return setting.replace("concurrency ", "c=")
 
 
 def document(results: list[Result], command: str, seed: int, options: dict[str, Any]) -> dict[str, Any]:

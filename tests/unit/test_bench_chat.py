@@ -174,9 +174,28 @@ async def test_at_a_terminal_an_interrupt_stops_the_answer_and_the_session_goes_
         os.close(ours)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://x"])
-async def test_without_a_server_it_says_what_to_do(url):
+@pytest.mark.parametrize(
+    ("url", "words"), [("http://127.0.0.1:9", b"`hortator up` starts one"), ("ftp://x", b"not a http")]
+)
+async def test_without_a_server_it_says_what_to_do(url, words):
     process = await start(url)
     _, err = await process.communicate(b"")
     assert process.returncode == 1
-    assert b"hortator up" in err
+    assert words in err
+
+
+async def test_a_refusal_is_told_in_the_servers_words_with_what_helps_against_it():
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        body = b'{"error": {"message": "A valid API key is needed.", "code": "invalid_api_key"}}'
+        head = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening:
+        process = await start(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        _, err = await process.communicate(b"")
+    assert b"HTTP 401: A valid API key is needed. Pass --api-key KEY" in err
+    assert b"hortator up" not in err
+    assert b"{" not in err

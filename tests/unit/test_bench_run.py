@@ -3,19 +3,24 @@
 import asyncio
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from time import perf_counter
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from deploy.bench.cli import app
+from deploy.bench.cli import _target, app
 from deploy.bench.client import RequestFailed, Target
 from deploy.bench.plots import plot_all
 from deploy.bench.records import Record, percentile, summarise
-from deploy.bench.results import Result
+from deploy.bench.results import Result, tables
 from deploy.bench.runner import Conditions, Run, closed_loop, open_loop, served_model, warm_up
 from deploy.bench.workload import Job, Shape, poisson, random_jobs
 
@@ -184,12 +189,14 @@ def test_figures_follow_their_written_definitions():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-t", "http://x"], "name=url"),
-        (["-t", "a=ftp://x"], "not a http"),
+        (["-t", "a=ftp://x"], "write [NAME=]URL[,MODEL]"),
+        (["-t", "ftp://x"], "not a http"),
+        (["--trace", "nofile"], "--trace nofile: No such file or directory"),
         (["-c", "0"], "above 0"),
         (["-c", "1,x"], "above 0"),
         (["--rate", " "], "above 0"),
-        (["-t", "a=http://127.0.0.1:9", "-c", "1"], "a (http://127.0.0.1:9)"),
+        (["-t", "a=http://127.0.0.1:9", "-c", "1"], "a (http://127.0.0.1:9): cannot connect to 127.0.0.1:9"),
+        (["-t", "http://127.0.0.1:9", "-c", "1"], "Is a mesh up? `hortator up` starts one"),
         (["--shared-prefix", "300"], "does not fit"),
     ],
 )
@@ -197,6 +204,79 @@ def test_a_wrong_option_is_answered_in_words(arguments, words):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code != 0
     assert words in str(result.exception) + result.output
+
+
+def _results(concurrencies, targets=("hortator",)):
+    run = Run([Record(0.0, 4, 2, 0.0, 0.1, 0.3, 2, 0, [0.2])], 1.0)
+    return [Result(t, f"concurrency {c}", (run,)) for c in concurrencies for t in targets]
+
+
+def _shown(results, width):
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    for table in tables(results, console):
+        console.print(table)
+    console.file.close()
+    return console.export_text()
+
+
+def test_a_table_of_one_target_names_neither_it_nor_what_has_no_figures():
+    text = _shown(_results([1, 8]), 200)
+    assert "c=8" in text
+    for word in ("hortator", "cached", "rounds"):
+        assert word not in text
+
+
+@pytest.mark.parametrize("targets", [("hortator",), ("hortator", "other-server")])
+def test_every_figure_can_be_read_in_a_terminal_of_80_columns(targets):
+    text = _shown(_results([1, 8, 32, 64, 128, 256], targets), 80)
+    assert "…" not in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for word in (*(f"c={c}" for c in (1, 8, 32, 64, 128, 256)), "tokens/s", "gap p99", "end to end p99"):
+        assert word in text
+
+
+def test_a_target_is_called_by_its_address_unless_it_has_a_name():
+    assert _target("http://127.0.0.1:8000/v1", "").name == "127.0.0.1:8000"
+    assert _target("127.0.0.1:8000,m", "").model == "m"
+    assert _target("b=http://127.0.0.1:8000", "").name == "b"
+
+
+def test_an_interrupted_run_shows_the_requests_that_had_ended():
+    # Whoever runs the tests in the background has SIGINT ignored, and a child inherits that.
+    code = "import signal; from deploy.bench.cli import app; "
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler); app()"
+
+    class Stuck(FakeServer):
+        """Answers the warm-up and two requests."""
+
+        async def _answer(self, reader, writer):
+            if len(self.bodies) == 3:
+                waiting.set()
+                await asyncio.Event().wait()
+            await super()._answer(reader, writer)
+
+    waiting = asyncio.Event()
+
+    async def serve_and_interrupt():
+        async with Stuck().listening() as target:
+            options = ["-t", target.url, "-c", "1", "--requests", "9", "--prompt-tokens", "4"]
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", code, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            try:
+                await asyncio.wait_for(waiting.wait(), 60)
+                process.send_signal(signal.SIGINT)
+                out, err = await asyncio.wait_for(process.communicate(), 30)
+            finally:
+                if process.returncode is None:
+                    process.kill()
+            return process.returncode, out.decode(), err.decode()
+
+    status, out, err = asyncio.run(serve_and_interrupt())
+    assert status == 130, err
+    assert "0/2" in out
+    assert "interrupted" in out
+    assert err == ""
 
 
 def test_two_targets_take_turns_and_give_a_table_and_json(tmp_path):
