@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +42,11 @@ def pull(
 def list_models() -> None:
     """Known models and what the cache holds."""
     cache = ModelCache()
-    table = Table("name", "aliases", "cached", "source")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("name", no_wrap=True)
+    table.add_column("aliases", overflow="fold")
+    table.add_column("cached", no_wrap=True)
+    table.add_column("source", overflow="fold")
     for known in CATALOG:
         origin = f"pypi {known.source.package}=={known.source.version}, {known.licence}"
         folder = key_of_catalog(known)
@@ -52,7 +57,9 @@ def list_models() -> None:
             manifest = _manifest(cache, name)
             origin = manifest.source if manifest else "damaged manifest"
             table.add_row(name, "", _size(cache, name), f"stale: {origin}" if name in stale else origin)
-    Console().print(table)
+    console = Console()
+    # A pipe has no width to keep to.
+    (console if console.is_terminal else Console(width=200)).print(table)
     print(f"cache: {cache.models}")
     if stale:
         size = sum(cache.size(name) for name in stale) / 1e6

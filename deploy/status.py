@@ -55,11 +55,14 @@ def collect(run: RunDir, now: float | None = None) -> dict[str, Any]:
         "state": state["state"] if supervised or state["state"] in ("stopped", "failed") else "dead",
         "url": state.get("url"),
         "model": state.get("model"),
+        "mock": bool(state.get("mock")),
         "supervisor_pid": state["supervisor"]["pid"] if supervised else None,
         "services": [_service(entry, run, now) for entry in state.get("services", [])],
         "instances": [],
         "schedulers": [],
     }
+    if report["state"] == "failed":
+        report["error"] = state.get("error", "")
     if report["state"] in ("ready", "starting"):
         try:
             answers, workers = asyncio.run(_ask(run))
@@ -148,16 +151,24 @@ def stats_data(answer: bytes) -> dict[str, Any] | None:
 
 def _print_tables(report: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     if not console.is_terminal:  # a pipe has no width to keep to
         console = Console(width=140)
-    console.print(
-        f"{report['state']}  {report['url'] or ''}  {report['model'] or ''}  {report['run_dir']}",
-        highlight=False,
-    )
-    services = Table("service", "instance", "pid", "state", "uptime", "restarts", "http")
+    print_for_people(report, console)
+
+
+def print_for_people(report: dict[str, Any], console: Any) -> None:
+    """The report as lines and tables that fit 80 columns. `console` is rich's."""
+    from rich.markup import escape
+
+    def line(text: str) -> None:
+        console.print(escape(text), highlight=False, soft_wrap=True)
+
+    line(f"{report['state']}  {report['url'] or ''}  {report['model'] or ''}  {report['run_dir']}")
+    if report["mock"] and report["state"] in ("ready", "starting"):
+        line("a mesh that computes nothing (--mock): its answers are random words")
+    services = _table("service", "instance", "pid", "state", "uptime", "restarts", "http")
     for row in report["services"]:
         uptime = f"{row['uptime_s']:.0f} s" if row["pid"] else ""
         services.add_row(
@@ -171,15 +182,35 @@ def _print_tables(report: dict[str, Any]) -> None:
         )
     console.print(services)
     if report["instances"]:
-        table = Table(*(field.replace("_", " ") for field in INSTANCE_FIELDS))
+        table = _table("id", "role", "state", "run", "wait", "free blocks", "cached", "prefill/s", "decode/s")
         for row in report["instances"]:
-            table.add_row(*(_cell(row[field]) for field in INSTANCE_FIELDS))
+            cells = {field: _cell(row[field]) for field in INSTANCE_FIELDS}
+            free = f"{cells.pop('blocks_free')}/{cells.pop('blocks_total')}"
+            *first, cached, prefill, decode = cells.values()
+            table.add_row(*first, free, cached, prefill, decode)
         console.print(table)
     for row in report["instances"]:
         if row["engine"]:
-            console.print(engine_line(row["id"], row["engine"]), highlight=False, soft_wrap=True)
-    if "error" in report:
-        console.print(f"[red]{report['error']}[/red]")
+            line(engine_line(row["id"], row["engine"]))
+    if report.get("error"):
+        console.print(escape(report["error"]), style="red", highlight=False, soft_wrap=True)
+    if report["state"] in _OVER:
+        line(_OVER[report["state"]])
+
+
+_OVER = {
+    "stopped": "start a mesh with `hortator up`",
+    "failed": "correct that and start again with `hortator up`",
+    "dead": "its supervisor was killed: `hortator down` clears what is left, `hortator up` starts again",
+}
+"""State of a mesh that does not run → what to do."""
+
+
+def _table(*heads: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    return Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _cell(value: Any) -> str:

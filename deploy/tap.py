@@ -15,6 +15,9 @@ from shared.bus.port import BusDown
 
 def tap(path: Path, subject: str, count: int) -> int:
     """Print one JSON object per frame: subject, time (UTC), size in bytes, frame. 0 frames: until Ctrl-C."""
+    if (wrong := wrong_subject(subject)) is not None:
+        print(f"hortator tap: {subject!r}: {wrong}", file=sys.stderr)
+        return 1
     try:
         return asyncio.run(_tap(RunDir(path), subject, count))
     except KeyboardInterrupt:
@@ -30,6 +33,7 @@ def tap(path: Path, subject: str, count: int) -> int:
 async def _tap(run: RunDir, subject: str, count: int) -> int:
     desk = await connect(run)
     seen = 0
+    print(f"listening on {subject} ({'Ctrl-C ends' if not count else f'{count} frames'})", file=sys.stderr)
     try:
         async for time, where, payload in desk.frames(subject):
             line = {
@@ -45,6 +49,18 @@ async def _tap(run: RunDir, subject: str, count: int) -> int:
     finally:
         await desk.close()
     raise BusDown("the connection to NATS has ended")
+
+
+def wrong_subject(subject: str) -> str | None:
+    """Why NATS would not take a subscription to it; None if it would."""
+    if any(c.isspace() for c in subject):
+        return "a subject has no spaces; quote it so that the shell leaves `*` and `>` alone"
+    tokens = subject.split(".")
+    if "" in tokens:
+        return "no part between two dots, at the beginning or at the end may be empty"
+    if ">" in tokens[:-1]:
+        return "`>` stands for all that follows, so it can only come last; `*` stands for one part"
+    return None
 
 
 async def connect(run: RunDir) -> Desk:

@@ -1,8 +1,14 @@
 """What `hortator status` makes of what workers tell."""
 
+import io
 import json
 
-from deploy.status import engine, engine_line
+import pytest
+from rich.console import Console
+
+from deploy.rundir import RunDir
+from deploy.status import collect, engine, engine_line, print_for_people
+from deploy.tap import wrong_subject
 
 CANDIDATES = [
     {"kernels": "native", "threads": 2, "decode_ms": 13.5, "prefill_tok_s": 701.2, "chosen": True},
@@ -32,3 +38,70 @@ def test_a_mock_or_a_worker_of_another_version_is_shown_with_what_it_tells():
     assert engine_line("w1", engine({"executor": "mock"})) == "w1: mock"
     assert engine({"candidates": "{"})["candidates"] == []
     assert engine_line("w2", engine({"candidates": "3"})) == "w2: "
+
+
+def _for_people(report):
+    console = Console(width=80, file=io.StringIO())
+    print_for_people(report, console)
+    return console.file.getvalue()
+
+
+def test_status_fits_80_columns_whole():
+    service = {
+        "service": "scheduler",
+        "instance": "scheduler",
+        "pid": 4_194_303,
+        "state": "starting",
+        "uptime_s": 123_456.0,
+        "restarts": 12,
+        "http": "127.0.0.1:65535",
+    }
+    instance = {
+        "id": "w10",
+        "role": "prefill",
+        "state": "DRAINING",
+        "running": 512,
+        "waiting": 1024,
+        "blocks_total": 65_536,
+        "blocks_free": 65_535,
+        "blocks_cached": 65_534,
+        "prefill_tok_s": 12_345.6,
+        "decode_tok_s": 1234.5,
+        "engine": {},
+    }
+    text = _for_people(
+        {
+            "state": "ready",
+            "url": "http://127.0.0.1:8000",
+            "model": "m",
+            "run_dir": "/r",
+            "mock": True,
+            "services": [service],
+            "instances": [instance],
+        }
+    )
+    assert "…" not in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for word in ("4194303", "123456 s", "65535", "65535/65536", "65534", "12,346", "1,234", "random words"):
+        assert word in text
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed", "ready"])
+def test_status_of_a_mesh_that_does_not_run_says_how_to_start_one(tmp_path, state):
+    run = RunDir(tmp_path)
+    stopped = {"state": state, "error": "w0 cannot start: no weights", "supervisor": None, "services": []}
+    run.write_state(stopped)
+    text = _for_people(collect(run))
+    assert text.startswith("dead" if state == "ready" else state)
+    assert "`hortator up`" in text
+    assert ("w0 cannot start: no weights" in text) == (state == "failed")
+
+
+@pytest.mark.parametrize("subject", ["a b", "hortator.v1.>.x", "a..b", ".a", "a.", "", "a\tb"])
+def test_a_subject_that_nats_would_refuse_is_told_before(subject):
+    assert wrong_subject(subject)
+
+
+@pytest.mark.parametrize("subject", [">", "hortator.v1.step.*", "hortator.>", "$SRV.>", "a.*.b"])
+def test_a_subject_that_nats_takes_is_passed_on(subject):
+    assert wrong_subject(subject) is None

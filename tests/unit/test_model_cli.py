@@ -58,6 +58,13 @@ def test_list_shows_known_and_imported_models(cache):
         assert word in text.replace("\n", "")
 
 
+def test_in_a_narrow_terminal_a_name_stays_whole(cache, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = f"{'a-long-name-' * 4}q8_0"
+    older(cache, name)
+    assert f"{name}-111 " in run("list")[1]
+
+
 def test_verify_tells_whole_from_damaged_folders(cache):
     assert run("verify") == (0, "mine-000: 2 files are intact\n")
     (cache.folder("mine-000") / "config.json").write_text("{}")
