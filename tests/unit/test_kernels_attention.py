@@ -1,4 +1,4 @@
-"""Native attention against torch over ragged batches, and that nothing but a token's history touches its result."""
+"""Native attention against torch over ragged batches; only a token's own history touches its result."""
 
 import numpy as np
 import pytest
@@ -18,6 +18,15 @@ except build.KernelsUnavailable as error:
     pytest.skip(f"no native kernels here: {error}", allow_module_level=True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread():
+    """Torch's spinning threads and the kernels' teams would wait for each other where cores are few."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Paged:
     """Random KV of sequences of given lengths in shuffled blocks, and one query per token of each."""
 
@@ -34,7 +43,7 @@ class Paged:
         self.q = [torch.randn(n, kv_heads * group, dim, generator=generator) * size for n in lengths]
 
     def attend(self, chunks, threads=2):
-        """Results of the tokens [first, stop) of row r for each (r, first, stop) of `chunks`, in one batch."""
+        """Results of tokens [first, stop) of row r for each (r, first, stop) of `chunks`, in one batch."""
         counts = [stop - first for _, first, stop in chunks]
         row_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         positions = np.concatenate([np.arange(first, stop) for _, first, stop in chunks]).astype(np.int32)
@@ -63,10 +72,10 @@ SHAPES = st.fixed_dictionaries(
         "size": st.sampled_from([0.1, 1.0, 6.0]),
     }
 )
-LENGTHS = st.one_of(st.integers(1, 80), st.integers(240, 280), st.integers(500, 1100))
+LENGTHS = st.one_of(st.integers(1, 80), st.integers(240, 280), st.integers(500, 800))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     shape=SHAPES,
     lengths=st.lists(LENGTHS, min_size=1, max_size=4),
@@ -76,14 +85,16 @@ LENGTHS = st.one_of(st.integers(1, 80), st.integers(240, 280), st.integers(500, 
 def test_attention_matches_torch_for_any_batch(shape, lengths, counts, threads):
     paged = Paged(lengths, **shape)
     chunks = [(r, max(0, n - count), n) for r, (n, count) in enumerate(zip(lengths, counts))]
+    size = shape["size"]  # scores grow with its square, values with it
     for chunk, got in zip(chunks, paged.attend(chunks, threads), strict=True):
-        torch.testing.assert_close(got.double(), paged.expected(*chunk), rtol=2e-4, atol=2e-5 * shape["size"])
+        expected = paged.expected(*chunk)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5 * size * (1 + size * size))
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     shape=SHAPES,
-    length=st.integers(2, 1500),
+    length=st.integers(2, 1100),
     others=st.lists(LENGTHS, max_size=3),
     cut=st.integers(0, 10_000),
     count=st.integers(1, 60),
@@ -105,7 +116,7 @@ def test_a_tokens_result_has_the_same_bits_however_its_sequence_is_cut_and_whoev
 def test_one_long_sequence_is_shared_by_all_threads_with_the_same_bits_every_time():
     paged = Paged([6000], kv_heads=3)
     [alone] = paged.attend([(0, 5999, 6000)], threads=1)
-    for threads in (2, 3, 4) * 20:
+    for threads in (2, 3, 4) * 10:
         [got] = paged.attend([(0, 5999, 6000)], threads)
         assert torch.equal(got, alone)
 

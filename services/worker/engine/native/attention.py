@@ -18,9 +18,9 @@ def attend(
 ) -> torch.Tensor:
     """Attention of rotated queries q [tokens, heads, head_dim] over layer `layer` of `kv`, as q.
 
-    `kv` is [block, layer, 2, kv_head, token, head_dim], float32 or float16, and holds the tokens' own keys and
-    values; `row_start`, `positions` and `table` are those of a `RaggedBatch`. Heads must be multiples of 16
-    wide and blocks a power of two long.
+    `kv` is [block, layer, 2, kv_head, token, head_dim], float32 or float16, and holds the tokens' own keys
+    and values; `row_start`, `positions` and `table` are those of a `RaggedBatch`. Heads must be multiples of
+    16 wide and blocks a power of two long.
     """
     _, layers, _, kv_heads, block_tokens, head_dim = kv.shape
     q = q.contiguous()

@@ -18,6 +18,8 @@ constexpr int kRun = 16;       // KV tokens read together: they lie in one block
 constexpr int kUnit = 64;      // KV tokens per round of maximum, weights and sum
 constexpr int kSegment = 256;  // KV tokens per fold
 constexpr int kAhead = kRun;   // how far ahead memory is asked for
+constexpr int kFewRows = 3;    // queries of which a register tile is 3 × 4
+constexpr int kAskPerTile = 2; // lines asked for beside a register tile
 constexpr int kRows = 6;       // queries per register tile: 6 × 2 sums leave room for keys or values and one query
 
 // Paged KV [block, layer, 2, kv_head, token, head_dim] of one layer.
@@ -139,16 +141,14 @@ inline void fold(const Running& total, const Running& part, int64_t queries, int
     }
 }
 
-// Part `part` of `parts` of memory that will be read soon. Asked for in small portions between arithmetic: all at
-// once they would wait for each other, and a run is too short for the hardware's own prefetcher.
+// Memory that will be read soon. Asked for in small portions between arithmetic: all at once they would wait for
+// each other, and a run is too short for the hardware's own prefetcher.
 struct Ahead {
-    const char* first = nullptr;
-    int64_t lines = 0;
+    const char* next = nullptr;
+    const char* stop = nullptr;
 
-    void ask(int64_t part, int64_t parts) const {
-        for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; i++) {
-            _mm_prefetch(first + i * 64, _MM_HINT_T0);
-        }
+    void ask(int64_t lines) {
+        for (; lines > 0 && next < stop; lines--, next += 64) _mm_prefetch(next, _MM_HINT_T0);
     }
 };
 
@@ -177,7 +177,7 @@ class Walk {
         if (token >= tile_.length()) return {};
         const int64_t tokens = std::min<int64_t>(kRun, pages_.block_tokens);
         const T* first = pages_.find<T>(tile_.table, which, tile_.head, token & -tokens);
-        return {reinterpret_cast<const char*>(first), int64_t(tokens * pages_.head_dim * sizeof(T) / 64)};
+        return {reinterpret_cast<const char*>(first), reinterpret_cast<const char*>(first + tokens * pages_.head_dim)};
     }
 
   private:
@@ -223,23 +223,22 @@ inline void turn8(const Half* rows, int64_t step, float* columns) {
     for (int i = 0; i < 8; i++) store(columns + i * kRun, _mm256_cvtph_ps(v[i]));
 }
 
-// Keys [16, dim] → [dim, 16] float32.
+// Keys [16, dim] → [dim, 16] float32. Meanwhile asks for as much memory as it reads.
 template <class T>
-inline void turn(const T* keys, int64_t dim, float* turned, const Ahead& ahead) {
+inline void turn(const T* keys, int64_t dim, float* turned, Ahead ahead) {
     for (int64_t d = 0; d < dim; d += kLanes) {
-        ahead.ask(d / kLanes, dim / kLanes);
+        ahead.ask(kRun * kLanes * sizeof(T) / 64);
         turn8(keys + d, dim, turned + d * kRun);
         turn8(keys + kLanes * dim + d, dim, turned + d * kRun + kLanes);
     }
 }
 
-// Calls body<R>(first) for register tiles of up to 6 of `queries`, of nearly equal height.
+// Calls body<R>(first) for register tiles of up to 6 of `queries`; none is needlessly small.
 template <class Body>
 inline void by_rows(int64_t queries, Body body) {
-    const int64_t tiles = (queries + kRows - 1) / kRows;
-    for (int64_t i = 0; i < tiles; i++) {
-        const int64_t first = queries * i / tiles;
-        switch (queries * (i + 1) / tiles - first) {
+    for (int64_t first = 0, left = queries; left > 0;) {
+        const int64_t rows = left >= 2 * kRows ? kRows : left > kRows ? (left + 1) / 2 : left;
+        switch (rows) {
             case 1: body.template operator()<1>(first); break;
             case 2: body.template operator()<2>(first); break;
             case 3: body.template operator()<3>(first); break;
@@ -247,6 +246,8 @@ inline void by_rows(int64_t queries, Body body) {
             case 5: body.template operator()<5>(first); break;
             default: body.template operator()<6>(first);
         }
+        first += rows;
+        left -= rows;
     }
 }
 
@@ -272,45 +273,53 @@ inline void score(const float* q, const float* turned, int64_t dim, float* score
     }
 }
 
-// Turn scores [queries, 64], of which the first `width` count, into weights, and bring `state` to the new maxima.
-inline void weigh(float* scores, int64_t width, const Running& state, const Tile& tile, int64_t dim, int64_t start) {
-    const float nothing = -std::numeric_limits<float>::infinity();
-    const int64_t queries = tile.queries();
-    for (int64_t q = 0; q < queries; q++) {
-        float* row = scores + q * kUnit;
-        const int64_t visible = tile.first_position + q / tile.group + 1 - start;
-        if (visible <= 0) {
-            std::fill_n(row, width, 0.0f);
-            continue;
+// Turn the first `width` of a query's scores into weights, of which the first `visible` are not 0, and bring its
+// out [dim], most and mass to the new maximum.
+inline void weigh(float* scores, int64_t width, int64_t visible, float* out, int64_t dim, float& most, float& mass) {
+    if (visible <= 0) {
+        std::fill_n(scores, width, 0.0f);
+        return;
+    }
+    for (int64_t t = visible; t < width; t++) scores[t] = -std::numeric_limits<float>::infinity();
+    Vec top = _mm256_max_ps(load(scores), load(scores + kLanes));
+    for (int64_t t = kRun; t < width; t += kRun) {
+        top = _mm256_max_ps(top, _mm256_max_ps(load(scores + t), load(scores + t + kLanes)));
+    }
+    const float highest = std::max(most, largest(top));
+    const Vec base = splat(highest);
+    Vec total = _mm256_setzero_ps();
+    for (int64_t t = 0; t < width; t += kRun) {
+        Vec v[2] = {_mm256_sub_ps(load(scores + t), base), _mm256_sub_ps(load(scores + t + kLanes), base)};
+        exp2_upto_0<2>(v);
+        store(scores + t, v[0]);
+        store(scores + t + kLanes, v[1]);
+        total = _mm256_add_ps(total, _mm256_add_ps(v[0], v[1]));
+    }
+    if (highest > most) {
+        const float keep = _mm256_cvtss_f32(exp2_upto_0(splat(most - highest)));
+        mass *= keep;
+        scale(out, dim, keep);
+        most = highest;
+    }
+    mass += sum(total);
+}
+
+// The same for all queries of a tile, whose scores [queries, 64] are of tokens from `start`.
+inline void weigh_all(float* scores, int64_t width, const Running& state, const Tile& tile, int64_t dim,
+                      int64_t start) {
+    int64_t q = 0;
+    for (int64_t t = 0; t < tile.tokens; t++) {
+        const int64_t visible = tile.first_position + t + 1 - start;
+        for (int64_t i = 0; i < tile.group; i++, q++) {
+            weigh(scores + q * kUnit, width, visible, state.out + q * dim, dim, state.most[q], state.mass[q]);
         }
-        for (int64_t t = visible; t < width; t++) row[t] = nothing;
-        Vec top = _mm256_max_ps(load(row), load(row + kLanes));
-        for (int64_t t = kRun; t < width; t += kRun) {
-            top = _mm256_max_ps(top, _mm256_max_ps(load(row + t), load(row + t + kLanes)));
-        }
-        const float most = std::max(state.most[q], largest(top));
-        const Vec base = splat(most);
-        Vec mass = _mm256_setzero_ps();
-        for (int64_t t = 0; t < width; t += kRun) {
-            Vec v[2] = {_mm256_sub_ps(load(row + t), base), _mm256_sub_ps(load(row + t + kLanes), base)};
-            exp2_upto_0<2>(v);
-            store(row + t, v[0]);
-            store(row + t + kLanes, v[1]);
-            mass = _mm256_add_ps(mass, _mm256_add_ps(v[0], v[1]));
-        }
-        if (most > state.most[q]) {
-            const float keep = _mm256_cvtss_f32(exp2_upto_0(splat(state.most[q] - most)));
-            state.mass[q] *= keep;
-            scale(state.out + q * dim, dim, keep);
-            state.most[q] = most;
-        }
-        state.mass[q] += sum(mass);
     }
 }
 
 // out [R, V × 8] += weights [R, count] · values [count, V × 8], in one chain of sums that starts at out.
 template <int R, int V, class T>
-inline void add_values(int64_t count, const float* weights, const T* values, int64_t dim, float* out) {
+inline void add_values(int64_t count, const float* weights, const T* values, int64_t dim, float* out,
+                       Ahead* ahead = nullptr) {
     Vec acc[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -318,6 +327,7 @@ inline void add_values(int64_t count, const float* weights, const T* values, int
         for (int j = 0; j < V; j++) acc[r][j] = load(out + r * dim + j * kLanes);
     }
     for (int64_t t = 0; t < count; t++, values += dim) {
+        if (ahead) ahead->ask(V * kLanes * sizeof(T) / 64);
         Vec value[V];
 #pragma GCC unroll 4
         for (int j = 0; j < V; j++) value[j] = load(values + j * kLanes);
@@ -335,19 +345,15 @@ inline void add_values(int64_t count, const float* weights, const T* values, int
     }
 }
 
-// The same for all columns. Few rows leave registers for four columns of vectors.
+// The same for all columns, of few rows; meanwhile asks for as much memory as it reads. Few rows leave registers
+// for four vectors of columns.
 template <int R, class T>
-inline void gather(int64_t count, const float* weights, const T* values, int64_t dim, float* out, const Ahead& ahead) {
+inline void gather_few(int64_t count, const float* weights, const T* values, int64_t dim, float* out, Ahead ahead) {
     int64_t d = 0;
-    if constexpr (R <= 3) {
-        for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
-            ahead.ask(d / (4 * kLanes), dim / (4 * kLanes));
-            add_values<R, 4>(count, weights, values + d, dim, out + d);
-        }
-    } else {
-        ahead.ask(0, 1);
+    for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
+        add_values<R, 4>(count, weights, values + d, dim, out + d, &ahead);
     }
-    for (; d < dim; d += 2 * kLanes) add_values<R, 2>(count, weights, values + d, dim, out + d);
+    for (; d < dim; d += 2 * kLanes) add_values<R, 2>(count, weights, values + d, dim, out + d, &ahead);
 }
 
 // A run as float32, for many queries: expanded once into `scratch` [16, dim] if it is 16 bit.
@@ -374,22 +380,26 @@ void attend_segment(const Pages& pages, const Tile& tile, int64_t segment, const
                 score<R>(s.scaled + q * dim, turned, dim, s.scores + q * kUnit + at);
             });
         }
-        weigh(s.scores, width, part, tile, dim, start);
+        weigh_all(s.scores, width, part, tile, dim, start);
         for (int64_t at = 0; at < width; at += kRun) {
-            const Ahead next = walk.ahead(start, width, width + at + kAhead);
+            Ahead next = walk.ahead(start, width, width + at + kAhead);
             const int64_t count = std::min<int64_t>(kRun, end - start - at);
             const T* values = walk.run(1, start + at);
-            if (queries <= kRows) {
+            if (queries <= kFewRows) {
                 by_rows(queries, [&]<int R>(int64_t q) {
-                    gather<R>(count, s.scores + q * kUnit + at, values, dim, part.out + q * dim, next);
+                    if constexpr (R <= kFewRows) {
+                        gather_few<R>(count, s.scores + q * kUnit + at, values, dim, part.out + q * dim, next);
+                    }
                 });
-            } else {
-                next.ask(0, 1);
-                const float* expanded = expand_run(values, dim, turned);
-                by_rows(queries, [&]<int R>(int64_t q) {
-                    gather<R>(count, s.scores + q * kUnit + at, expanded, dim, part.out + q * dim, {});
-                });
+                continue;
             }
+            const float* expanded = expand_run(values, dim, turned);
+            by_rows(queries, [&]<int R>(int64_t q) {
+                for (int64_t d = 0; d < dim; d += 2 * kLanes) {
+                    next.ask(kAskPerTile);
+                    add_values<R, 2>(count, s.scores + q * kUnit + at, expanded + d, dim, part.out + q * dim + d);
+                }
+            });
         }
     }
 }

@@ -191,6 +191,27 @@ void hortator_multiply(Team* team, const Matrix* w, int64_t m, const float* a, i
     team->run([&](int) { multiply(*team, *w, m, a, k, c, ldc, into, *codes); });
 }
 
+// What `hortator_attend` works on: layer `layer` of paged KV [block, layers, 2, kv_heads, block_tokens, head_dim].
+struct AttentionCall {
+    void* kv;
+    int64_t half_kv, layer, layers, heads, kv_heads, head_dim, block_tokens, rows, table_width;
+    const int32_t *row_start, *positions, *table;
+    const float* q;  // [tokens, heads, head_dim], as out
+    float* out;
+};
+
+// Attention of a ragged batch by itself, for tests and measurements.
+void hortator_attend(Team* team, const AttentionCall* c) {
+    const int64_t per_layer = 2 * c->kv_heads * c->block_tokens * c->head_dim, ld = c->heads * c->head_dim;
+    const Pages pages{c->kv, c->layers * per_layer, c->layer * per_layer, c->kv_heads, c->block_tokens, c->head_dim};
+    const Sequences rows{c->rows, c->table_width, c->row_start, c->positions, c->table};
+    AttentionPlan plan(*team, rows, c->heads, c->kv_heads, c->head_dim);
+    const Heads heads{c->q, ld, c->out, ld};
+    team->run([&](int member) {
+        c->half_kv ? plan.run<Half>(member, pages, heads) : plan.run<float>(member, pages, heads);
+    });
+}
+
 // finite[r], best[r]: whether all of row r of values [rows, ld] is finite, and the first index of its maximum.
 void hortator_scan(Team* team, const float* values, int64_t rows, int64_t size, int64_t ld, uint8_t* finite,
                    int64_t* best) {
