@@ -43,6 +43,8 @@ def resolve(name_or_path: str, cache: ModelCache | None = None, quiet: bool = Fa
                 f"{path} is not a .gguf file; give a model folder, a .gguf file or a known model name"
             )
         return import_file(path, cache, progress)
+    if path.suffix.lower() == ".gguf":
+        raise ModelError(f"there is no file {path}; give the path of a .gguf file that is there")
     if (cached := _cached(name_or_path, cache)) is not None:
         return cached
     if _HUB_NAME.match(name_or_path) and not name_or_path.startswith("."):

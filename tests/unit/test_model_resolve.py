@@ -81,6 +81,11 @@ def test_an_unknown_name_is_answered_with_the_known_ones(tmp_path):
         resolve("gpt-17", ModelCache(tmp_path), quiet=True)
 
 
+def test_a_gguf_file_that_is_not_there_is_not_taken_for_a_name(tmp_path):
+    with pytest.raises(ModelError, match="there is no file .*gone"):
+        resolve(str(tmp_path / "gone.gguf"), ModelCache(tmp_path), quiet=True)
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path):
     file = tmp_path / "weights.bin"
     file.write_bytes(b"x")
