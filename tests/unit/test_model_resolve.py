@@ -82,7 +82,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(tmp_path):
 
 
 def test_a_gguf_file_that_is_not_there_is_not_taken_for_a_name(tmp_path):
-    with pytest.raises(ModelError, match="there is no file .*gone"):
+    with pytest.raises(ModelError, match=r"there is no file .*gone"):
         resolve(str(tmp_path / "gone.gguf"), ModelCache(tmp_path), quiet=True)
 
 
