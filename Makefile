@@ -16,9 +16,10 @@ FAST := $(TOGETHER) -m "not gpu and not ($(SECOND_LANE))"
 
 help:
 	@echo "make setup        create .venv with everything in it"
-	@echo "make up           set up, then start a mesh on this machine (ARGS=...)"
+	@echo "make up           set up, then start a mesh on this machine (ARGS=\"--mock --detach\"); Ctrl-C stops it"
 	@echo "make test         set up, then both test lanes"
 	@echo "make test-fast    the first lane: no servers, within a minute"
+	@echo "make test-second  the second lane: real servers, meshes and the model"
 	@echo "make check        what a change must pass: lint, types, first lane"
 	@echo "make lint types   each alone"
 	@echo "make clean        remove .venv and caches (models stay in the node cache)"
@@ -32,9 +33,9 @@ $(STAMP): pyproject.toml deploy/setup_torch.py
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 		rm -rf .venv; echo "the new .venv has no pip: on Debian, apt-get install python3-venv"; exit 1; }
 	@$(BIN)/python deploy/setup_torch.py
-	@echo "installing hortator[local,dev] into .venv"
+	@echo "installing hortator[local,dev] into .venv (a few minutes the first time; pip is told to be quiet)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[local,dev]'
-	@echo "compiling the native kernels for this machine"
+	@echo "compiling the native kernels for this machine (up to a minute); they are kept in:"
 	@$(BIN)/python -m services.worker.engine.native
 	@touch $(STAMP)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 RANGE = "torch>=2.8,<3"
 PINNED = "torch==2.13.*"
+_TAKES = "(about 200 MB to download, a minute or two)"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -24,13 +25,13 @@ def main() -> int:
         print(f"torch {installed} is installed already")
         return 0
     if has_nvidia_gpu():
-        print("an NVIDIA GPU is here: installing torch with CUDA")
+        print("an NVIDIA GPU is here: installing torch with CUDA (about 3 GB to download)", flush=True)
         return pip("install", RANGE)
     plan = dry_run(PINNED)
     if plan is not None and not cuda_packages(plan):
-        print(f"no NVIDIA GPU: {PINNED} resolves to a build without CUDA, installing it")
+        print(f"no NVIDIA GPU: {PINNED} resolves to a build without CUDA, installing it {_TAKES}", flush=True)
         return pip("install", PINNED)
-    print("no NVIDIA GPU: installing the CPU build")
+    print(f"no NVIDIA GPU: installing the CPU build {_TAKES}", flush=True)
     return pip("install", RANGE, "--index-url", CPU_INDEX)
 
 
@@ -55,7 +56,7 @@ def dry_run(requirement: str) -> dict[str, Any] | None:
     """pip's report on what it would install; None when the requirement cannot be resolved here."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        if pip("install", "--dry-run", "--quiet", "--report", str(report), requirement, loud=False):
+        if pip("install", "--dry-run", "--report", str(report), requirement, loud=False):
             return None
         return json.loads(report.read_text())
 
@@ -67,7 +68,7 @@ def cuda_packages(report: dict[str, Any]) -> list[str]:
 
 
 def pip(*args: str, loud: bool = True) -> int:
-    command = [sys.executable, "-m", "pip", *args, "--disable-pip-version-check", "--no-input"]
+    command = [sys.executable, "-m", "pip", *args, "--quiet", "--disable-pip-version-check", "--no-input"]
     return subprocess.run(command, check=False, stderr=None if loud else subprocess.DEVNULL).returncode
 
 

@@ -23,6 +23,10 @@ log = structlog.get_logger()
 
 Raw = Callable[[Incoming, Any, str], Awaitable[None]]
 
+_NOTHING_HERE = (
+    "There is nothing at this path. GET /docs shows what there is, for people; the API begins at /v1."
+)
+
 _OPEN_PATHS = frozenset(("/health", "/ready"))
 """Probes of a load balancer or a cluster carry no key; to them /ready says yes or no and nothing else."""
 
@@ -196,7 +200,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _response(ApiError(404, "There is nothing at this path.", code="not_found"))
+        return _response(ApiError(404, _NOTHING_HERE, code="not_found"))
     if error.status_code == 405:
         return _response(ApiError(405, "This method is not allowed here.", code="method_not_allowed"))
     return _response(ApiError(error.status_code, str(error.detail)))

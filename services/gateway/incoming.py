@@ -84,7 +84,9 @@ class Incoming:
             raise ApiError(415, "Compressed bodies are not accepted.", code="unsupported_encoding")
         kind = self.content_type.partition(b";")[0].strip().lower()
         if kind and kind != b"application/json" and not kind.endswith(b"+json"):
-            raise ApiError(415, "Send the body as application/json.", code="unsupported_media_type")
+            sent = kind[:80].decode("latin-1")
+            message = f"The body came as {sent}. Add the header 'Content-Type: application/json'."
+            raise ApiError(415, message, code="unsupported_media_type")
         length = self.content_length
         if length is not None and length.isdigit() and int(length) > most:
             raise _too_large(most)

@@ -125,7 +125,9 @@ class DetokenizeRequest(msgspec.Struct):
 class Body:
     """Decoder of one kind of body. Raises ApiError(400) naming the field."""
 
-    def __init__(self, type_: type[msgspec.Struct]) -> None:
+    def __init__(self, type_: type[msgspec.Struct], required: str = "") -> None:
+        """`required`: a field that is optional in the type alone: its absence is refused elsewhere."""
+        self._required = required
         self._decoder = msgspec.json.Decoder(type_)
         self.fields = frozenset(type_.__struct_fields__)
 
@@ -137,6 +139,8 @@ class Body:
         except msgspec.ValidationError as error:
             reason, _, path = str(error).partition(" - at `")
             param = _param(path.rstrip("`"))
+            if param is not None and param == self._required:
+                reason = reason.replace(" | null`", "`")
             raise ApiError(400, f"{param or 'body'}: {reason}.", param=param, code="invalid_type") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(400, f"The request body is not JSON: {error}.", code="invalid_json") from None
@@ -160,7 +164,7 @@ def _param(path: str) -> str | None:
     return path.removeprefix("$").removeprefix(".").replace("[...]", "") or None
 
 
-COMPLETION = Body(CompletionRequest)
-CHAT = Body(ChatRequest)
+COMPLETION = Body(CompletionRequest, required="prompt")
+CHAT = Body(ChatRequest, required="messages")
 TOKENIZE = Body(TokenizeRequest)
 DETOKENIZE = Body(DetokenizeRequest)

@@ -164,6 +164,22 @@ async def test_compressed_bodies_are_415(tiny_mesh: Harness, encoding: str) -> N
 async def test_bodies_a_web_page_could_send_unasked_are_415(tiny_mesh: Harness, kind: str) -> None:
     reply = await tiny_mesh.post("/v1/completions", {"prompt": "hi"}, content_type=kind)
     assert reply.status == 415
+    message = json.loads(reply.body)["error"]["message"]
+    assert f"came as {kind}." in message
+    assert "'Content-Type: application/json'" in message
+
+
+async def test_a_required_field_of_a_wrong_type_is_not_offered_null(tiny_mesh: Harness) -> None:
+    for path, body in (("/v1/completions", {"prompt": 5}), ("/v1/chat/completions", {"messages": "hi"})):
+        error = json.loads((await tiny_mesh.post(path, body)).body)["error"]
+        assert error["code"] == "invalid_type"
+        assert "null" not in error["message"]
+
+
+async def test_an_unknown_path_is_404_and_says_where_the_description_is(tiny_mesh: Harness) -> None:
+    reply = await tiny_mesh.post("/v2/completions", {})
+    assert reply.status == 404
+    assert "/docs" in json.loads(reply.body)["error"]["message"]
 
 
 @pytest.mark.parametrize(
