@@ -79,6 +79,9 @@ class Scope:
     """`native` or `torch`: nothing else; `auto`: the faster one."""
     threads: int | None = None
     """None: from 1 to the cores there are."""
+    deterministic: bool = False
+    """A token's bits must not depend on the choice either: native kernels if they can be had, which give the
+    same with any number of threads, else torch with a number that is not measured."""
     cores: tuple[int, ...] = ()
     """Cores that nobody else computes on, so that threads may be pinned to them; empty: unknown."""
     measure_s: float = 2.0
@@ -137,9 +140,9 @@ class Choice:
 class _Builder:
     """Makes decoders of one model, and native ones change their team instead of loading anew."""
 
-    def __init__(self, folder: ModelFolder, device: Device, kv: KvCache, own: tuple[int, ...]) -> None:
+    def __init__(self, folder: ModelFolder, device: Device, kv: KvCache, scope: Scope) -> None:
         self._folder, self._device, self._kv = folder, device, kv
-        self._own = own
+        self._own, self._deterministic = scope.cores, scope.deterministic
         self._allowed = os.sched_getaffinity(0)
         self._native: NativeDecoder | None = None
         self._team: Kernels | None = None
@@ -151,7 +154,7 @@ class _Builder:
             self._dismiss()
             self._native = None
             torch.set_num_threads(candidate.threads)
-            return TorchDecoder(self._folder, self._device, self._kv)
+            return TorchDecoder(self._folder, self._device, self._kv, self._deterministic)
         team = self._muster(candidate)
         if self._native is None:
             self._native = NativeDecoder(team, self._folder, self._device.form, self._kv)
@@ -205,8 +208,13 @@ def choose(folder: ModelFolder, device: Device, kv: KvCache, scope: Scope, finge
     kinds, reason = _kinds(folder, kv, scope.kernels)
     if not set(scope.cores) <= os.sched_getaffinity(0):
         raise ValueError(f"cores {scope.cores}: this process may only use {sorted(os.sched_getaffinity(0))}")
+    if scope.deterministic:
+        kinds = kinds[:1]
     candidates = [Candidate(kind, count) for kind in kinds for count in scope.thread_counts()]
-    builder = _Builder(folder, device, kv, scope.cores)
+    if scope.deterministic and kinds == ("torch",):
+        del candidates[1:]
+    can_pin = bool(scope.cores) and "native" in kinds
+    builder = _Builder(folder, device, kv, scope)
     max_len = folder.config.max_len
     memory = Remembered(_Fact, "choices", _circumstances(fingerprint, device, candidates, scope))
     known = memory.recall() if scope.measure_s > 0 else None
@@ -217,7 +225,7 @@ def choose(folder: ModelFolder, device: Device, kv: KvCache, scope: Scope, finge
         speed = measure_speed(decoder, kv, max_len, scope.measure_s / 4)
         return Choice(decoder, known.chosen, speed, known.table, reason, "measured at an earlier start")
     decoder = builder.whole(candidates[0])
-    if scope.measure_s <= 0 or (len(candidates) == 1 and not scope.cores):
+    if scope.measure_s <= 0 or (len(candidates) == 1 and not can_pin):
         speed = measure_speed(decoder, kv, max_len, scope.measure_s / 2)
         origin = "the only candidate" if len(candidates) == 1 else "not measured"
         return Choice(decoder, candidates[0], speed, (), reason, origin)
@@ -265,6 +273,10 @@ def _on_device(folder: ModelFolder, device: Device, kv: KvCache, scope: Scope) -
     kind = device.torch.type
     if scope.kernels not in ("auto", "torch"):
         raise ValueError(f"--kernels {scope.kernels} on {kind}: choose auto or torch")
+    if scope.deterministic:
+        raise ValueError(
+            f"--deterministic is computed on CPUs only, not on {kind}: leave it out, or --device cpu"
+        )
     own = kind == "cuda" and scope.kernels == "auto"
     dtype = getattr(torch, device.weight_dtype)
     decoder: Decoder = CudaDecoder(folder, kv, dtype) if own else TorchDecoder(folder, device, kv)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.device import Device, Linear
+from services.worker.engine.invariant import EachTokenAlone, Rowwise, at_once, by_tiles, check_places
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.native.decoder import PHASES
 from services.worker.engine.rope import rope_tables
@@ -59,10 +60,17 @@ class _Layer:
 
 
 class TorchDecoder:
-    """`Decoder` on any torch device."""
+    """`Decoder` on any torch device.
 
-    def __init__(self, folder: ModelFolder, device: Device, kv: KvCache) -> None:
+    With `deterministic`, on CPUs, a token's logits depend on its own history alone, to the last bit, as long
+    as the number of threads stays the same. That costs time, most of it in prompts. Raises ValueError where
+    torch cannot do that.
+    """
+
+    def __init__(self, folder: ModelFolder, device: Device, kv: KvCache, deterministic: bool = False) -> None:
         self.config = folder.config
+        self._alone = deterministic
+        self._by_token = by_tiles if deterministic else at_once
         self._device = device
         self._kv = kv
         embed = folder.tensor("model.embed_tokens.weight")
@@ -75,6 +83,8 @@ class TorchDecoder:
         self._cos, self._sin = device.tensor(cos), device.tensor(sin)
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._last = 0.0
+        if deterministic:
+            check_places(self.forward, kv)
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         return scan_rows(values)
@@ -98,37 +108,38 @@ class TorchDecoder:
         positions = d.index(batch.positions)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         write = d.index(batch.write_block), d.index(batch.write_offset)
-        attend = self._attention(batch)
+        attend = EachTokenAlone(c, self._kv, batch) if self._alone else self._attention(batch)
+        by_token = self._by_token
         x = self._embed[d.index(batch.tokens)]
         self._tick("embed")
         for i, layer in enumerate(self._layers):
-            normed = rms_norm(x, layer.input_norm, c.norm_eps)
+            normed = by_token(_norm(layer.input_norm, c.norm_eps), x)
             self._tick("norm")
-            qkv = layer.qkv(normed)
+            qkv = by_token(layer.qkv, normed)
             self._tick("qkv")
             q, k, v = qkv.split((c.q_size, c.kv_size, c.kv_size), dim=-1)
             q = q.view(-1, c.heads, c.head_dim)
             k = k.view(-1, c.kv_heads, c.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
+                q = by_token(_norm(layer.q_norm, c.norm_eps), q)
+                k = by_token(_norm(layer.k_norm, c.norm_eps), k)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             self._kv.data[write[0], i, 0, :, write[1]] = k.to(self._kv.data.dtype)
             self._kv.data[write[0], i, 1, :, write[1]] = v.view(k.shape).to(self._kv.data.dtype)
             self._tick("rope and KV write")
             attended = attend(i, q).reshape(-1, c.q_size)
             self._tick("attention")
-            x = x + layer.out(attended)
+            x = x + by_token(layer.out, attended)
             self._tick("out")
-            normed = rms_norm(x, layer.post_norm, c.norm_eps)
+            normed = by_token(_norm(layer.post_norm, c.norm_eps), x)
             self._tick("norm")
-            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            act = F.silu(gate) * up
+            act = by_token(_gated(layer.gate_up), normed)
             self._tick("gate and up")
-            x = x + layer.down(act)
+            x = x + by_token(layer.down, act)
             self._tick("down")
-        normed = rms_norm(x[d.index(batch.logit_tokens)], self._norm, c.norm_eps)
+        normed = by_token(_norm(self._norm, c.norm_eps), x[d.index(batch.logit_tokens)])
         self._tick("norm")
-        logits = self._head(normed)
+        logits = by_token(self._head, normed)
         self._tick("head")
         return logits
 
@@ -214,6 +225,18 @@ class _AttentionGroup:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) · weight over the last dimension, float32."""
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _norm(weight: torch.Tensor, eps: float) -> Rowwise:
+    return lambda x: rms_norm(x, weight, eps)
+
+
+def _gated(gate_up: Linear) -> Rowwise:
+    def work(x: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    return work
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

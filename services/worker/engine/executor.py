@@ -32,7 +32,7 @@ class EngineOptions:
     """How a model is computed on this rank."""
 
     dtype: str = "float16"
-    """float32, or float16: weights at 16 bit with float32 arithmetic."""
+    """A weight format of `formats.py`, or on CUDA devices bfloat16."""
     kv_dtype: str = "float32"
     kv_bytes: int = 512 << 20
     block_tokens: int = 16
@@ -66,7 +66,9 @@ class TorchExecutor:
         self.config = config
         self._batch_s = self._forward_s = self._sample_s = 0.0
         fingerprint = folder.fingerprint(options.dtype, options.kv_dtype)
-        scope = Scope(options.kernels, options.threads, options.cores, options.measure_s)
+        scope = Scope(
+            options.kernels, options.threads, options.deterministic, options.cores, options.measure_s
+        )
         made = choose(folder, device, self._kv, scope, fingerprint)
         self._decoder = made.decoder
         folder.close()
@@ -75,6 +77,7 @@ class TorchExecutor:
             "dtype": options.dtype,
             "kv_dtype": options.kv_dtype,
             "device": options.device,
+            "deterministic": "yes" if options.deterministic else "no",
             "block_bytes": str(plan.block_bytes),
         } | made.detail()
         self._info = ExecutorInfo(

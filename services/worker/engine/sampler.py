@@ -27,7 +27,10 @@ _MASKED = -np.inf
 _STRETCH = 256
 """Ids summed as one when a token is drawn from the whole vocabulary."""
 # How far below the largest logit candidates are looked for, until enough are found. Nearly always the first.
-_DEPTHS = (4.0, 8.0, 12.0, 16.0, 24.0, np.inf)
+_DEPTHS = (4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, np.inf)
+
+_SURELY = 1.0 - 1e-9
+"""Sums in different orders differ by less than this."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,7 @@ def sample(
         tokens[i] = values[i].argmax()
     drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature > 0]
     if drawn:
-        largest = np.take_along_axis(values[drawn], tokens[drawn, None].astype(np.intp), axis=1)
-        tokens[drawn] = draw(values[drawn] - largest, [rows[i] for i in drawn])
+        tokens[drawn] = draw(values, tokens, rows, drawn)
     tokens[~finite] = NOT_FINITE
     if raw is None:
         return tokens, {}
@@ -103,34 +105,40 @@ def adjust(logits: NDArray[np.float32], row: SampleRow) -> bool:
     return changed
 
 
-def draw(below: NDArray[np.float32], rows: Sequence[SampleRow]) -> I32:
-    """Draw one token per row at its temperature from what its filters leave.
+def draw(values: NDArray[np.float32], largest: I32, rows: Sequence[SampleRow], which: Sequence[int]) -> I32:
+    """Draw one token for each row in `which` at its temperature, from what its filters leave.
 
-    `below` [rows, vocab] is each logit minus the row's largest.
+    `values` [rows, vocab], `largest` the id of the largest of each row. One row at a time: its numbers stay
+    in the cache between the passes over them, and how many rows there are cannot change a bit.
     """
     u = uniforms(
-        np.array([row.sampling.seed & (2**64 - 1) for row in rows], np.uint64),
-        np.array([row.choice for row in rows], np.uint64),
-        np.array([row.index for row in rows], np.uint64),
+        np.array([rows[i].sampling.seed & (2**64 - 1) for i in which], np.uint64),
+        np.array([rows[i].choice for i in which], np.uint64),
+        np.array([rows[i].index for i in which], np.uint64),
     )
-    temperature = np.array([row.sampling.temperature for row in rows], np.float32)[:, None]
-    size = below.shape[1]
-    scaled = np.full((len(rows), -(-size // _STRETCH) * _STRETCH), _MASKED, np.float32)
-    np.divide(below, temperature, out=scaled[:, :size])
-    weights = torch.from_numpy(scaled).exp().numpy()
-    sums = weights.reshape(len(rows), -1, _STRETCH).sum(axis=2, dtype=np.float64)
-    tokens = np.empty(len(rows), np.int32)
-    for i, row in enumerate(rows):
-        kept = keep(scaled[i, :size], row.sampling, float(sums[i].sum()))
+    size = values.shape[1]
+    padded = np.full(-(-size // _STRETCH) * _STRETCH, _MASKED, np.float32)
+    scaled, weights = padded[:size], torch.empty(len(padded))
+    shares = weights.numpy().reshape(-1, _STRETCH)
+    tokens = np.empty(len(which), np.int32)
+    for at, i in enumerate(which):
+        s = rows[i].sampling
+        np.subtract(values[i], values[i, largest[i]], out=scaled)
+        if s.temperature != 1.0:
+            np.divide(scaled, np.float32(s.temperature), out=scaled)
+        torch.exp(torch.from_numpy(padded), out=weights)
+        # Sums of a stretch need few additions, so they are exact enough; the sum of sums is not.
+        sums = shares.sum(axis=1).astype(np.float64)
+        kept = keep(scaled, s, float(sums.sum()))
         if kept is not None:
-            tokens[i] = kept[_place(np.exp(scaled[i][kept], dtype=np.float64), u[i])]
+            tokens[at] = kept[_place(np.exp(scaled[kept], dtype=np.float64), u[at])]
             continue
-        ends = np.cumsum(sums[i])
-        target = u[i] * ends[-1]
+        ends = np.cumsum(sums)
+        target = u[at] * ends[-1]
         stretch = min(int(np.searchsorted(ends, target, side="right")), len(ends) - 1)
-        inside = weights[i, stretch * _STRETCH : (stretch + 1) * _STRETCH].astype(np.float64)
-        before = ends[stretch] - sums[i, stretch]
-        tokens[i] = stretch * _STRETCH + _place(inside, (target - before) / sums[i, stretch])
+        inside = shares[stretch].astype(np.float64)
+        before = ends[stretch] - sums[stretch]
+        tokens[at] = stretch * _STRETCH + _place(inside, (target - before) / sums[stretch])
     return tokens
 
 
@@ -155,7 +163,11 @@ def keep(scaled: NDArray[np.float32], s: Sampling, total: float) -> NDArray[np.i
     floor = float(np.log(s.min_p)) if s.min_p > 0.0 else -np.inf
     unfiltered = k == size and floor == -np.inf
     for depth in _DEPTHS:
-        best = _sorted_from(scaled, max(floor, -depth))[:k]
+        found = np.flatnonzero(scaled >= max(floor, -depth))
+        # Sorting is what costs: look deeper at once if these cannot be enough.
+        if -depth > floor and unfiltered and _mass(scaled[found]) < s.top_p * total * _SURELY:
+            continue
+        best = _sorted(scaled, found)[:k]
         mass = np.cumsum(np.exp(scaled[best], dtype=np.float64))
         # Whether nothing that a deeper look would find could come in before what is already here.
         whole = len(best) == k or -depth <= floor
@@ -167,9 +179,12 @@ def keep(scaled: NDArray[np.float32], s: Sampling, total: float) -> NDArray[np.i
     raise AssertionError("the last depth looks at everything")
 
 
-def _sorted_from(below: NDArray[np.float32], floor: float) -> NDArray[np.intp]:
-    """Indices of the values of at least `floor`, largest first, ties by lower index; no value is above 0."""
-    found = np.flatnonzero(below >= floor)
+def _mass(scaled: NDArray[np.float32]) -> float:
+    return float(np.exp(scaled, dtype=np.float64).sum())
+
+
+def _sorted(below: NDArray[np.float32], found: NDArray[np.intp]) -> NDArray[np.intp]:
+    """`found`, indices of values none of which is above 0, by value, largest first, ties by lower index."""
     # Bits of a float that is not negative order like the float. One sort of plain integers is far faster than
     # an indirect sort of floats.
     keys = np.abs(below[found]).view(np.uint32).astype(np.uint64) << np.uint64(32)
@@ -194,7 +209,7 @@ def _best(values: NDArray[np.float32], count: int) -> NDArray[np.intp]:
         return np.empty(0, np.intp)
     below = values - values.max()
     for depth in _DEPTHS:
-        found = _sorted_from(below, -depth)
+        found = np.flatnonzero(below >= -depth)
         if len(found) >= count:
             break
-    return found[:count]
+    return _sorted(below, found)[:count]
