@@ -221,6 +221,8 @@ class _Mesh:
         say("try it:")
         address = f"{self._url}/v1/chat/completions"
         say(f"  curl -N {address}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
+        if sys.stdout.isatty():  # not in the log of a detached one
+            say(f"Ctrl-C stops it; its logs are in {self._run.path / 'log'}")
         if self._open_to_all:
             say("warning: this address is reachable by others and no --api-key-file is set")
 
