@@ -62,7 +62,7 @@ def build_batch(step: StepInput, slots: SlotArrays, block_tokens: int) -> Ragged
         raise ValueError(f"slot {step.slots[row]}: {kv_len[row]} tokens of KV, but only {held} blocks")
     wanted = np.zeros(total, np.bool_)
     wanted[row_start[1:][step.samples] - 1] = True
-    for row in range(len(counts)):
+    for row in prompt_rows(step, slots):
         first, stop = prompt_logprob_span(step, slots, row)
         if stop > first:
             wanted[row_start[row] : row_start[row] + (stop - first)] = True
@@ -76,6 +76,11 @@ def build_batch(step: StepInput, slots: SlotArrays, block_tokens: int) -> Ragged
         write_offset=(positions - logical * block_tokens).astype(np.int32),
         logit_tokens=np.flatnonzero(wanted).astype(np.int32),
     )
+
+
+def prompt_rows(step: StepInput, slots: SlotArrays) -> list[int]:
+    """Rows whose tokens predict prompt tokens: only they may have a `prompt_logprob_span`."""
+    return np.flatnonzero(step.starts + 1 < slots.prompt_len[step.slots]).tolist()
 
 
 def prompt_logprob_span(step: StepInput, slots: SlotArrays, row: int) -> tuple[int, int]:

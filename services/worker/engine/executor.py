@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.engine.batch import RaggedBatch, build_batch, prompt_logprob_span
+from services.worker.engine.batch import RaggedBatch, build_batch, prompt_logprob_span, prompt_rows
 from services.worker.engine.choose import Scope, choose
 from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.cuda.draw import OnTheWay
@@ -25,6 +25,7 @@ from services.worker.step import (
     StepInput,
     StepOutput,
 )
+from shared.wire import Sampling
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class TorchExecutor:
             return
         last = np.searchsorted(batch.logit_tokens, batch.row_start[1:][sampled] - 1)
         chosen = logits if len(last) == len(logits) else logits[torch.from_numpy(last)]
-        rows = [_sample_row(slots, int(slot)) for slot in step.slots[sampled]]
+        rows = _sample_rows(slots, step.slots[sampled])
         tokens, logprobs = sample(chosen, rows, self._decoder.scan)
         output.logprobs = {int(sampled[i]): found for i, found in logprobs.items()}
         self._take(output, batch, sampled, tokens)
@@ -162,23 +163,26 @@ class TorchExecutor:
                 self._kv.data[int(block)].nan_to_num_(0.0, 0.0, 0.0)
 
 
-def _sample_row(slots: SlotArrays, slot: int) -> SampleRow:
+def _sample_rows(slots: SlotArrays, which: I32) -> list[SampleRow]:
+    numbers = (which, slots.choice[which], slots.known[which], slots.prompt_len[which])
+    return [
+        SampleRow(_sampling(slots, slot), choice, slots.tokens[slot, :known], prompt_len)
+        for slot, choice, known, prompt_len in zip(*(each.tolist() for each in numbers))
+    ]
+
+
+def _sampling(slots: SlotArrays, slot: int) -> Sampling:
     sampling = slots.sampling[slot]
     if sampling is None:
         raise ValueError(f"slot {slot} is free but samples")
-    return SampleRow(
-        sampling=sampling,
-        choice=int(slots.choice[slot]),
-        history=slots.tokens[slot, : int(slots.known[slot])],
-        prompt_len=int(slots.prompt_len[slot]),
-    )
+    return sampling
 
 
 def _prompt_logprobs(
     logits: torch.Tensor, batch: RaggedBatch, step: StepInput, slots: SlotArrays
 ) -> dict[int, PromptLogprobs]:
     found: dict[int, PromptLogprobs] = {}
-    for row in range(batch.rows):
+    for row in prompt_rows(step, slots):
         first, stop = prompt_logprob_span(step, slots, row)
         if stop <= first:
             continue
