@@ -32,6 +32,7 @@ def engine(
     kernels: Annotated[
         Literal["auto", "native", "torch"], typer.Option(help="Which kernels; auto: as the engine chooses.")
     ] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="As `hortator up` has it.")] = False,
     temperature: Annotated[float, typer.Option(min=0, help="Of the rows that are sampled; 0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Of the rows that are sampled.")] = 1.0,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time for each kind of step.")] = 2.0,
@@ -57,6 +58,7 @@ def engine(
         "seconds": seconds,
     }
     options = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    options += ["--deterministic"] if deterministic else []
     # The engine lives in the worker, and only there is torch: it runs in a process of its own.
     done = subprocess.run(
         [sys.executable, "-P", "-m", MODULE, str(folder), *options],

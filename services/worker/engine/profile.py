@@ -237,6 +237,7 @@ def main(argv: Sequence[str] | None = None, workloads: Sequence[Workload] = WORK
     parser.add_argument("--kv-memory", default="1GiB")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -250,6 +251,7 @@ def main(argv: Sequence[str] | None = None, workloads: Sequence[Workload] = WORK
             threads=args.threads or None,
             kernels=args.kernels,
             device=args.device,
+            deterministic=args.deterministic,
         )
         sampling = Sampling(max_tokens=1 << 20, temperature=args.temperature, top_p=args.top_p, seed=1)
         report = profile_engine(args.model_dir, options, workloads, args.seconds, sampling)
