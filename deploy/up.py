@@ -202,7 +202,7 @@ class _Mesh:
                 raise StartFailed("gateway", reason, self._run.log("gateway"))
             if now - news_at > _NEWS_EVERY_S:
                 news_at = now
-                say(f"not ready after {now - began:.0f} s: {detail or 'the gateway does not answer yet'}")
+                say(f"not ready after {now - began:.0f} s: {_reason(detail)}")
             await asyncio.sleep(0.1)
 
     def _announce(self) -> None:
@@ -264,6 +264,14 @@ class _Mesh:
             "args": self._options.as_args(),
             "services": [child.view() for child in self._supervisor.children],
         }
+
+
+def _reason(ready: str) -> str:
+    """What a body of /ready gives as its reason."""
+    try:
+        return str(json.loads(ready)["reason"])
+    except (ValueError, KeyError, TypeError):
+        return ready or "the gateway does not answer yet"
 
 
 async def _get(url: str, path: str, headers: str) -> tuple[int, str]:

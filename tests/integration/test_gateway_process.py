@@ -164,7 +164,7 @@ async def test_a_client_that_reads_late_gets_everything_in_order(tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"model_dir": "/nonexistent"}, "tokenizer.json is missing"),
+        ({"model_dir": "/nonexistent"}, "there is no folder /nonexistent: set HORTATOR_MODEL_DIR"),
         ({"no_such_setting": "1"}, "HORTATOR_NO_SUCH_SETTING"),
         ({"api_key_file": "/nonexistent"}, "cannot be read"),
         ({"http": "nowhere"}, "HOST:PORT"),
