@@ -18,7 +18,7 @@ class Matrix(Structure):
 
 
 class Codes(Structure):
-    _fields_ = (("values", Pointer), ("scales", Pointer))
+    _fields_ = (("runs", Pointer), ("scales", Pointer))
 
 
 class Layer(Structure):

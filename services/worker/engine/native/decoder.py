@@ -98,9 +98,10 @@ class Codes:
     """Memory for `rows` of at most `width` activations while they are quantised."""
 
     def __init__(self, rows: int, width: int) -> None:
-        self._values = torch.empty(rows, round_up(width, GROUP), dtype=torch.int8)
+        # 12 bytes for each 8: beside the codes stands what the weights' offset adds to their products.
+        self._runs = torch.empty(rows, round_up(width, GROUP) // 8 * 12, dtype=torch.int8)
         self._scales = torch.empty(rows, round_up(width, GROUP) // GROUP)
-        self.abi = abi.Codes(self._values.data_ptr(), self._scales.data_ptr())
+        self.abi = abi.Codes(self._runs.data_ptr(), self._scales.data_ptr())
 
 
 def packed_bytes(n: int, k: int, form: WeightFormat) -> int:

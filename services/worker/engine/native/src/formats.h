@@ -18,10 +18,11 @@ struct Int8 {
 };
 
 // The same with activations quantised as well, so that products are those of integers. 7 bits: four products of
-// such a weight and an 8-bit activation fit into 16 bits.
+// such a weight and an 8-bit activation fit into 16 bits. Stored kOffset higher, as the instruction that
+// multiplies bytes wants one side unsigned.
 struct Int8Dynamic {
-    static constexpr int kTop = 63;
-    int8_t code;
+    static constexpr int kTop = 63, kOffset = 64;
+    uint8_t raised;
 };
 
 template <class W>

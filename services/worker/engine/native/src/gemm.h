@@ -194,7 +194,7 @@ inline void unpack_row(const Matrix& w, int64_t row, int64_t size, float* out) {
         for (int64_t i = 0; i < size; i++) {
             const W& v = panel[place<W>(w.k, i, row % kPanel)];
             if constexpr (is_int8<W>) {
-                out[i] = float(v.code) * w.scale[row];
+                out[i] = float(code_in(v)) * w.scale[row];
             } else {
                 out[i] = to_float(v);
             }
@@ -219,7 +219,7 @@ void pack_as(Team& team, const float* weights, int64_t k, const Matrix& w) {
                 const float v = there && i < k ? row[i] : 0.0f;
                 W* to = panel + place<W>(w.k, i, j);
                 if constexpr (is_int8<W>) {
-                    to->code = code_of(v, factor);
+                    *to = stored<W>(code_of(v, factor));
                 } else if constexpr (sizeof(W) == sizeof(Half)) {
                     from_float(v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v, to);
                 } else {

@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "matrix.h"
@@ -15,22 +16,38 @@ namespace hortator {
 
 constexpr int kCodeGroup = 64;  // inputs that share a scale
 constexpr int kCodeTop = 127;   // largest code of an activation
-constexpr int kCodeRows = 8;    // rows of an integer tile: as many accumulators
+constexpr int kCodeRows = 4;    // 4 × 2 accumulators leave registers for weights and one activation
+constexpr int kCodeRun = 8;     // inputs whose products are added up in 16 bit
+constexpr int kCodeRunBytes = 12;  // of an activation's run: 8 codes, two corrections of 16 bit
 constexpr int64_t kQuantizeGrain = 2;
 
-// Memory for the activations of one product: values [m, k], scales [m, k / kCodeGroup].
+// Memory for the activations of one product: runs [m, k / 8] of 12 bytes, scales [m, k / kCodeGroup].
 struct Codes {
-    int8_t* values;
+    int8_t* runs;
     float* scales;
 };
 
-// Quantised activations, rows `ld` values apart.
+// Quantised activations of `groups` groups a row. A run's corrections are what the offset of the weights adds to
+// its products, negated: of its inputs 0, 1, 4, 5 and 2, 3, 6, 7.
 struct CodedRows {
-    const int8_t* values;
+    const int8_t* runs;
     const float* scales;
-    int64_t ld;
-    CodedRows from(int64_t row) const { return {values + row * ld, scales + row * (ld / kCodeGroup), ld}; }
+    int64_t groups;
+
+    int64_t ld() const { return groups * (kCodeGroup / kCodeRun * kCodeRunBytes); }
+    CodedRows from(int64_t row) const { return {runs + row * ld(), scales + row * groups, groups}; }
 };
+
+inline int code_in(Int8 w) { return w.code; }
+inline int code_in(Int8Dynamic w) { return w.raised - Int8Dynamic::kOffset; }
+template <class W>
+inline W stored(int8_t code) {
+    if constexpr (requires { W::kOffset; }) {
+        return {uint8_t(code + W::kOffset)};
+    } else {
+        return {code};
+    }
+}
 
 inline int8_t code_of(float v, float factor) {
     const float code = v * factor;
@@ -50,8 +67,8 @@ inline float scale_of(const float* row, int64_t k, float* factor) {
     return broken == 0.0f ? most / float(W::kTop) : std::numeric_limits<float>::quiet_NaN();
 }
 
-// Codes and scale of 64 activations. The scale is NaN if one of them is not finite.
-inline void quantize_group(const float* x, int8_t* codes, float* scale) {
+// Runs and scale of 64 activations. The scale is NaN if one of them is not finite.
+inline void quantize_group(const float* x, int8_t* runs, float* scale) {
     const Vec magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
     Vec most = _mm256_setzero_ps(), broken = _mm256_setzero_ps();
     for (int i = 0; i < kCodeGroup; i += kLanes) {
@@ -63,6 +80,8 @@ inline void quantize_group(const float* x, int8_t* codes, float* scale) {
     const bool finite = sum(broken) == 0.0f;
     *scale = finite ? top / float(kCodeTop) : std::numeric_limits<float>::quiet_NaN();
     const Vec factor = splat(finite && top > 0.0f ? float(kCodeTop) / top : 0.0f);
+    alignas(32) int8_t codes[4 * kLanes];
+    alignas(32) int32_t corrections[kLanes];
     for (int i = 0; i < kCodeGroup; i += 4 * kLanes) {
         __m256i v[4];
         for (int j = 0; j < 4; j++) v[j] = _mm256_cvtps_epi32(_mm256_mul_ps(load(x + i + j * kLanes), factor));
@@ -70,15 +89,23 @@ inline void quantize_group(const float* x, int8_t* codes, float* scale) {
         // Packing works in halves: put their quarters back into order.
         const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
         const __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), packed);
+        const __m256i added = _mm256_maddubs_epi16(_mm256_set1_epi8(Int8Dynamic::kOffset), packed);
+        const __m256i both = _mm256_add_epi16(added, _mm256_shuffle_epi32(added, 0xB1));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(codes), packed);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(corrections), _mm256_sub_epi16(_mm256_setzero_si256(), both));
+        for (int j = 0; j < 4 * kLanes; j += kCodeRun, runs += kCodeRunBytes) {
+            std::memcpy(runs, codes + j, kCodeRun);
+            std::memcpy(runs + kCodeRun, corrections + j / 4, kCodeRunBytes - kCodeRun);
+        }
     }
 }
 
-// a [m, ≥ k - 63], rows lda apart and zero up to k or the end of a group's inputs, as codes. Ends with a barrier.
+// a [m, lda] as codes of k inputs, a multiple of kCodeGroup: what lies beyond lda is zero. Ends with a barrier.
 inline CodedRows quantize(Team& team, int64_t m, int64_t k, const float* a, int64_t lda, const Codes& room) {
     const int64_t groups = k / kCodeGroup;
     team.each(m, kQuantizeGrain, [&](int64_t r) {
-        for (int64_t g = 0; g < groups; g++) {
+        int8_t* runs = room.runs + r * CodedRows{nullptr, nullptr, groups}.ld();
+        for (int64_t g = 0; g < groups; g++, runs += kCodeGroup / kCodeRun * kCodeRunBytes) {
             const int64_t first = g * kCodeGroup, there = std::min<int64_t>(kCodeGroup, lda - first);
             const float* x = a + r * lda + first;
             float padded[kCodeGroup];
@@ -86,73 +113,77 @@ inline CodedRows quantize(Team& team, int64_t m, int64_t k, const float* a, int6
                 std::fill(std::copy(x, x + there, padded), padded + kCodeGroup, 0.0f);
                 x = padded;
             }
-            quantize_group(x, room.values + r * k + first, room.scales + r * groups + g);
+            quantize_group(x, runs, room.scales + r * groups + g);
         }
     });
-    return {room.values, room.scales, k};
+    return {room.runs, room.scales, groups};
 }
 
-// Four products each of codes x and weights w, whose magnitudes are `size`, in 16 bit: pairs of neighbours.
-inline __m256i pairs(__m256i size, __m256i w, const int8_t* x) {
+inline __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+// Four bytes in every lane.
+inline __m256i splat4(const int8_t* bytes) {
     int32_t four;
-    __builtin_memcpy(&four, x, sizeof four);
-    return _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(four), w));
+    std::memcpy(&four, bytes, sizeof four);
+    return _mm256_set1_epi32(four);
 }
 
-// c [R, 8] = or += x [R, k] · w, w being half a panel.
+// c [R, 16] = or += x [R, k] · w, w being one panel.
 template <int R>
-inline void integer_tile(int64_t k, const CodedRows& x, const int8_t* w, float* c, int64_t ldc, Into into,
-                         Channels channels) {
+inline void integer_tile(const CodedRows& x, const uint8_t* w, float* c, int64_t ldc, Into into, Channels channels) {
     const __m256i ones = _mm256_set1_epi16(1);
-    Vec sums[R];
-    for (int r = 0; r < R; r++) sums[r] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < k / kCodeGroup; g++) {
-        __m256i acc[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[r] = _mm256_setzero_si256();
-        for (int64_t i = g * kCodeGroup; i < (g + 1) * kCodeGroup; i += 8) {
-            const __m256i left = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + i * kLanes));
-            const __m256i right = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + (i + 4) * kLanes));
-            const __m256i size_left = _mm256_abs_epi8(left), size_right = _mm256_abs_epi8(right);
-#pragma GCC unroll 8
+    const int64_t ld = x.ld(), half = x.groups * kCodeGroup * kLanes;
+    const int8_t* at = x.runs;
+    Vec sums[R][2];
+    for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < x.groups; g++) {
+        __m256i acc[R][2];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
+        for (int i = 0; i < kCodeGroup / kCodeRun; i++, at += kCodeRunBytes, w += kCodeRun * kLanes) {
+            const __m256i weights[2][2] = {{load32(w), load32(w + 4 * kLanes)},
+                                           {load32(w + half), load32(w + half + 4 * kLanes)}};
+#pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
-                const int8_t* at = x.values + r * x.ld + i;
-                // At most 4 × 63 × 127: below the limit of 16 bit.
-                const __m256i four = _mm256_add_epi16(pairs(size_left, left, at), pairs(size_right, right, at + 4));
-                acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(four, ones));
+                const int8_t* run = at + r * ld;
+                const __m256i low = splat4(run), high = splat4(run + 4), correction = splat4(run + kCodeRun);
+#pragma GCC unroll 2
+                for (int j = 0; j < 2; j++) {
+                    // Sums wrap around in 16 bit on their way; the last is at most 4 × 63 × 127 and thus right.
+                    __m256i four = _mm256_add_epi16(correction, _mm256_maddubs_epi16(weights[j][0], low));
+                    four = _mm256_add_epi16(four, _mm256_maddubs_epi16(weights[j][1], high));
+                    acc[r][j] = _mm256_add_epi32(acc[r][j], _mm256_madd_epi16(four, ones));
+                }
             }
         }
-        const float* scales = x.scales + g;
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            sums[r] = fma(_mm256_cvtepi32_ps(acc[r]), splat(scales[r * (x.ld / kCodeGroup)]), sums[r]);
+            const Vec scale = splat(x.scales[r * x.groups + g]);
+            sums[r][0] = fma(_mm256_cvtepi32_ps(acc[r][0]), scale, sums[r][0]);
+            sums[r][1] = fma(_mm256_cvtepi32_ps(acc[r][1]), scale, sums[r][1]);
         }
     }
-    for (int r = 0; r < R; r++) channels.put(sums[r], 0, c + r * ldc, into);
+    for (int r = 0; r < R; r++) {
+        channels.put(sums[r][0], 0, c + r * ldc, into);
+        channels.put(sums[r][1], kLanes, c + r * ldc + kLanes, into);
+    }
 }
 
 // Columns of one panel for any number of rows, in tiles of nearly equal height.
 inline void integer_panel(const Matrix& w, int64_t panel, int64_t rows, const CodedRows& x, float* c, int64_t ldc,
                           Into into) {
-    const int8_t* weights = static_cast<const int8_t*>(w.panels) + panel * w.k * kPanel;
+    const uint8_t* b = static_cast<const uint8_t*>(w.panels) + panel * w.k * kPanel;
+    const Channels channels = w.channels(panel, true);
     const int64_t tiles = (rows + kCodeRows - 1) / kCodeRows;
-    for (int half = 0; half < kPanel; half += kLanes) {
-        const int8_t* b = weights + half * w.k;
-        const Channels channels = w.channels(panel, true).from(half);
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t first = rows * t / tiles, stop = rows * (t + 1) / tiles;
-            const CodedRows part = x.from(first);
-            float* out = c + first * ldc + half;
-            switch (stop - first) {
-                case 1: integer_tile<1>(w.k, part, b, out, ldc, into, channels); break;
-                case 2: integer_tile<2>(w.k, part, b, out, ldc, into, channels); break;
-                case 3: integer_tile<3>(w.k, part, b, out, ldc, into, channels); break;
-                case 4: integer_tile<4>(w.k, part, b, out, ldc, into, channels); break;
-                case 5: integer_tile<5>(w.k, part, b, out, ldc, into, channels); break;
-                case 6: integer_tile<6>(w.k, part, b, out, ldc, into, channels); break;
-                case 7: integer_tile<7>(w.k, part, b, out, ldc, into, channels); break;
-                default: integer_tile<8>(w.k, part, b, out, ldc, into, channels); break;
-            }
+    for (int64_t t = 0; t < tiles; t++) {
+        const int64_t first = rows * t / tiles, stop = rows * (t + 1) / tiles;
+        const CodedRows part = x.from(first);
+        float* out = c + first * ldc;
+        switch (stop - first) {
+            case 1: integer_tile<1>(part, b, out, ldc, into, channels); break;
+            case 2: integer_tile<2>(part, b, out, ldc, into, channels); break;
+            case 3: integer_tile<3>(part, b, out, ldc, into, channels); break;
+            default: integer_tile<4>(part, b, out, ldc, into, channels); break;
         }
     }
 }
