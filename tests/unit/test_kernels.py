@@ -138,6 +138,18 @@ def test_scanning_rows_finds_the_first_maximum_and_what_is_not_finite(rows, size
             assert best[r] == values[r].argmax()
 
 
+def test_every_format_can_be_asked_for_on_the_command_line():
+    from typing import get_args, get_type_hints
+
+    from deploy.options import Dtype
+    from services.worker.settings import WorkerSettings
+
+    offered = get_type_hints(WorkerSettings)["dtype"]
+    assert {*FORMATS, "bfloat16"} == set(get_args(offered)) == set(get_args(Dtype))
+    with pytest.raises(ValueError, match="--dtype int4: choose one of float32, float16, int8, int8-dynamic"):
+        Device("cpu", "int4")
+
+
 def test_without_a_compiler_the_reason_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("HORTATOR_CACHE", str(tmp_path))
