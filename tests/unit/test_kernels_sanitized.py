@@ -13,7 +13,7 @@ SCRIPT = """
 import pathlib, sys, tempfile
 import numpy as np, torch
 from services.worker.engine.native import build
-build._FLAGS = (*build._FLAGS, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
+build._FLAGS = (*build._FLAGS, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
 from services.worker.engine.executor import EngineOptions, TorchExecutor
 from services.worker.engine.formats import FORMATS
 from services.worker.engine.native.decoder import Kernels
@@ -25,6 +25,21 @@ for n, k, m in ((1, 1, 1), (33, 7, 5), (16, 321, 8), (200, 700, 230), (17, 640, 
         kernels.pack(torch.randn(n, k), form, torch.randn(n)).multiply(torch.randn(m, k))
 for rows, size in ((1, 1), (3, 17), (2, 64)):
     kernels.scan(np.random.randn(rows, size).astype(np.float32))
+from services.worker.engine.native.attention import attend
+for block_tokens, dim, group, lengths, counts in (
+    (1, 16, 1, (5, 40), (5, 1)), (4, 48, 7, (70, 300), (20, 3)), (16, 64, 3, (1300, 17, 256), (1, 17, 40)),
+    (64, 128, 2, (65, 530), (1, 65)),
+):
+    for dtype in (torch.float32, torch.float16):
+        widths = [-(-n // block_tokens) for n in lengths]
+        kv = torch.randn(sum(widths), 1, 2, 2, block_tokens, dim).to(dtype)
+        table = np.zeros((len(lengths), max(widths)), np.int32)
+        for r, width in enumerate(widths):
+            table[r, :width] = np.arange(width) + sum(widths[:r])
+        row_start = np.cumsum([0, *counts]).astype(np.int32)
+        positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, counts)]).astype(np.int32)
+        q = torch.randn(len(positions), 2 * group, dim)
+        assert torch.isfinite(attend(kernels, kv, 0, q, row_start, positions, table)).all()
 folder = pathlib.Path(tempfile.mkdtemp())
 save_tiny("qwen3", folder, head_dim=16, intermediate_size=40, max_position_embeddings=700)
 rng = np.random.default_rng(1)

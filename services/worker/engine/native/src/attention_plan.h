@@ -12,7 +12,7 @@
 
 namespace hortator {
 
-constexpr int64_t kTileQueries = 48;      // enough to pay for turning keys; their state and scores fit the caches
+constexpr int64_t kTileQueries = 96;      // enough to pay for turning keys; their state and scores fit the caches
 constexpr int64_t kReadCost = 8;          // reading KV costs about as much as this many queries
 constexpr int64_t kPiecesPerThread = 16;  // their ends leave a thread idle for less than a piece
 
