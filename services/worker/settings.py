@@ -18,8 +18,8 @@ class WorkerSettings(ServiceSettings):
     model_dir: str = ""
     """Folder with config.json, tokenizer and safetensors. A mock reads only its config.json, if given."""
     dtype: Literal["float32", "float16", "bfloat16", "int8", "int8-dynamic"] = "float16"
-    """Of the weights. On CPUs arithmetic is float32, save for int8-dynamic, which quantises activations too and
-    multiplies integers. bfloat16 needs a CUDA device, the int8 formats a CPU."""
+    """Of the weights. On CPUs arithmetic is float32, save for int8-dynamic, which quantises activations too
+    and multiplies integers. bfloat16 needs a CUDA device, the int8 formats a CPU."""
     kv_dtype: Literal["", "float32", "float16", "bfloat16"] = ""
     """Of the KV blocks; empty: float32 on CPUs, the weights' dtype on CUDA devices."""
     kv_memory: str = "512MiB"

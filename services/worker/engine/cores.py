@@ -13,15 +13,16 @@ _held: dict[int, IO[bytes]] = {}
 def claim(cores: Sequence[int]) -> bool:
     """Take `cores` for this process; False, and none is taken, if another has one or locks cannot be had."""
     taken: dict[int, IO[bytes]] = {}
+    lock: IO[bytes]
     folder = build.cache_dir().parent / "cores"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for core in set(cores) - _held.keys():
-            taken[core] = file = (folder / f"{core}.lock").open("wb")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = taken[core] = (folder / f"{core}.lock").open("wb")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        for file in taken.values():
-            file.close()
+        for lock in taken.values():
+            lock.close()
         return False
     _held.update(taken)
     return True
