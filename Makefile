@@ -8,8 +8,9 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 SECOND_LANE := servers or mesh or model or slow
-# Pure tests share the cores; those with servers, meshes and models run one at a time.
+# Pure tests share the cores; those with servers, meshes and models mostly wait, so two files run side by side.
 TOGETHER := $(BIN)/pytest -q -n 2 --dist worksteal
+BESIDE := $(BIN)/pytest -q -n 2 --dist loadfile
 FAST := $(TOGETHER) -m "not gpu and not ($(SECOND_LANE))"
 
 .PHONY: help setup up test test-fast test-second check lint types clean
@@ -51,7 +52,7 @@ test-fast: setup
 
 test-second: setup
 	$(TOGETHER) -m "slow and not (gpu or servers or mesh or model)" $(PYTEST_ARGS)
-	$(BIN)/pytest -q -m "not gpu and (servers or mesh or model)" --durations=10 $(PYTEST_ARGS)
+	$(BESIDE) -m "not gpu and (servers or mesh or model)" --durations=10 $(PYTEST_ARGS)
 
 check: lint types test-fast
 

@@ -83,7 +83,7 @@ async def gateway_process(folder: Path, **settings: Any) -> AsyncIterator[Proces
         )
         bus = await NatsBus.connect(url)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(90):
                 while not ready.exists():
                     assert popen.poll() is None, log.read_text()
                     await asyncio.sleep(0.02)
