@@ -108,15 +108,30 @@ class RunningServer:
         os.kill(self.process.pid, signal.SIGCONT)
 
 
+def _started(server_on: Callable[[int], RunningServer]) -> RunningServer:
+    """A server on a free port; on another one if somebody else took that in the meantime."""
+    for _ in range(3):
+        server = server_on(free_port())
+        try:
+            server.start()
+            return server
+        except RuntimeError as error:
+            server.stop()
+            failure = error
+    raise failure
+
+
 @contextmanager
 def nats_server(folder: Path, authorization: str = "") -> Iterator[RunningServer]:
     """`authorization`: the body of NATS' `authorization { }` block, e.g. users with permissions."""
-    port = free_port()
-    config = folder / f"nats-{port}.conf"
     block = f"authorization {{ {authorization} }}\n" if authorization else ""
-    config.write_text(f'listen: "127.0.0.1:{port}"\n{block}')
-    server = RunningServer([str(find_nats()), "-c", str(config)], port)
-    server.start()
+
+    def on(port: int) -> RunningServer:
+        config = folder / f"nats-{port}.conf"
+        config.write_text(f'listen: "127.0.0.1:{port}"\n{block}')
+        return RunningServer([str(find_nats()), "-c", str(config)], port)
+
+    server = _started(on)
     try:
         yield server
     finally:
@@ -126,10 +141,12 @@ def nats_server(folder: Path, authorization: str = "") -> Iterator[RunningServer
 @contextmanager
 def redis_server(acl: str = "") -> Iterator[RunningServer]:
     """`acl`: `user` lines of the configuration; empty: the default user may do everything."""
-    port = free_port()
-    config = f'bind 127.0.0.1\nport {port}\nsave ""\nappendonly no\n{acl}\n'
-    server = RunningServer([str(find_redis()), "-"], port, config)
-    server.start()
+
+    def on(port: int) -> RunningServer:
+        config = f'bind 127.0.0.1\nport {port}\nsave ""\nappendonly no\n{acl}\n'
+        return RunningServer([str(find_redis()), "-"], port, config)
+
+    server = _started(on)
     try:
         yield server
     finally:
