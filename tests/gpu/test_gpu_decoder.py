@@ -3,7 +3,6 @@
 `tests/gpu/run.sh` runs these and the measurements. What needs no device is in tests/unit/test_engine_cuda.py.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from cuda_support import Twins, prompts_of  # noqa: E402
+from cuda_support import Twins, fed_from_the_device, prompts_of  # noqa: E402
 from engine_support import Driver, greedy  # noqa: E402
 
 from services.worker.engine.cuda.attention import GatheredAttention  # noqa: E402
@@ -75,17 +74,7 @@ def test_without_flashinfer_blocks_are_gathered_and_the_reason_is_told(model, mo
 
 def test_a_step_takes_tokens_that_only_the_device_knows(model):
     twins = Twins(model, device="cuda")
-    driver = Driver(twins, seed=3)
-    for slot, prompt in zip((4, 1), prompts_of(9, (12, 30))):
-        driver.admit(slot, prompt, greedy(9))
-    driver.step({4: 12})
-    driver.step({1: 30})
-    forward = twins.decoder.forward
-    twins.decoder.forward = lambda batch: forward(
-        dataclasses.replace(batch, tokens=-1 - np.array([1, 4], np.int32))
-    )
-    for _ in range(4):
-        driver.step({1: 1, 4: 1})
+    fed_from_the_device(twins)
     assert max(twins.errors) < 5e-4
 
 

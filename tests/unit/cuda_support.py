@@ -3,11 +3,13 @@
 Not a test: imported by the tests of the CUDA path, here and in tests/gpu.
 """
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from engine_support import Driver, greedy
 
 from services.worker.engine.batch import build_batch
 from services.worker.engine.config import ModelConfig
@@ -75,3 +77,19 @@ class Twins:
 def prompts_of(seed: int, sizes: tuple[int, ...] = (1, 5, 8, 33, 60)) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 199, size=n).tolist() for n in sizes]
+
+
+def fed_from_the_device(twins: Twins) -> None:
+    """Steps whose tokens only the device knows, in slots that are not the rows' order."""
+    driver = Driver(twins, seed=3)
+    for slot, prompt in zip((4, 1), prompts_of(9, (12, 30))):
+        driver.admit(slot, prompt, greedy(9))
+    driver.step({4: 12})
+    driver.step({1: 30})
+    forward = twins.decoder.forward
+    twins.decoder.forward = lambda batch: forward(
+        dataclasses.replace(batch, tokens=-1 - np.array([1, 4], np.int32))
+    )
+    for _ in range(4):
+        driver.step({1: 1, 4: 1})
+    assert len(twins.errors) == 6

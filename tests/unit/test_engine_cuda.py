@@ -1,13 +1,12 @@
 """The CUDA path on a CPU (nothing captured, attention gathered), against the reference decoder."""
 
-import dataclasses
 import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cuda_support import BLOCK_TOKENS, BLOCKS, Twins, kv_with_scratch, prompts_of
+from cuda_support import BLOCK_TOKENS, BLOCKS, Twins, fed_from_the_device, kv_with_scratch, prompts_of
 from engine_support import Driver, greedy, save_tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -179,18 +178,7 @@ def test_what_is_packed_comes_out_as_it_was():
 def test_a_step_can_take_the_tokens_that_only_the_device_knows(tmp_path):
     save_tiny("llama", tmp_path)
     twins = Twins(tmp_path)
-    driver = Driver(twins, seed=3)
-    for slot, prompt in zip((4, 1), prompts_of(9, (12, 30))):
-        driver.admit(slot, prompt, greedy(9))
-    driver.step({4: 12})
-    driver.step({1: 30})
-    forward = twins.decoder.forward
-    twins.decoder.forward = lambda batch: forward(
-        dataclasses.replace(batch, tokens=-1 - np.array([1, 4], np.int32))
-    )
-    for _ in range(4):
-        driver.step({1: 1, 4: 1})
-    assert len(twins.errors) == 6
+    fed_from_the_device(twins)
     assert max(twins.errors) < 1e-4
 
 

@@ -27,7 +27,8 @@ class BadWeights(ValueError):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer, float32. Matrices are [out, in]; `qkv` is q, k, v in this order, `gate_up` gate then up."""
+    """One layer, float32 as read. Matrices are [out, in]; `qkv` is q, k, v in this order, `gate_up` gate
+    then up."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor

@@ -5,7 +5,6 @@ logits in float32.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,20 +33,6 @@ from services.worker.step import I32, SlotArrays, StepInput
 
 FED_SLOTS = 4096
 """Slots whose last token is kept on the device."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
 
 
 class CudaDecoder:
@@ -207,8 +192,9 @@ class CudaDecoder:
             return torch.mm(x, self._head.t(), out_dtype=torch.float32)
         return F.linear(x.float(), self._head.float())
 
-    def _load(self, w: LayerWeights) -> _Layer:
-        return _Layer(
+    def _load(self, w: LayerWeights) -> LayerWeights:
+        """The same on the device, matrices and biases in the weights' dtype."""
+        return LayerWeights(
             input_norm=self._vector(w.input_norm),
             qkv=self._matrix(w.qkv),
             qkv_bias=None if w.qkv_bias is None else self._matrix(w.qkv_bias),
