@@ -19,7 +19,7 @@ help:
 	@echo "make setup        create .venv with everything in it"
 	@echo "make up           set up, then start a mesh on this machine (ARGS=\"--mock --detach\"); Ctrl-C stops it"
 	@echo "make test         set up, then both test lanes"
-	@echo "make test-fast    the first lane: no servers, within a minute"
+	@echo "make test-fast    the first lane: no servers, about two minutes on two cores"
 	@echo "make test-second  the second lane: real servers, meshes and the model"
 	@echo "make check        what a change must pass: lint, types, first lane"
 	@echo "make lint types   each alone"
