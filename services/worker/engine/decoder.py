@@ -129,6 +129,10 @@ class TorchDecoder:
             self._tick("rope and KV write")
             attended = attend(i, q).reshape(-1, c.q_size)
             self._tick("attention")
+            if i + 1 == c.layers:
+                # Of other tokens only keys and values are ever read.
+                wanted = d.index(batch.logit_tokens)
+                x, attended = x[wanted], attended[wanted]
             x = x + by_token(layer.out, attended)
             self._tick("out")
             normed = by_token(_norm(layer.post_norm, c.norm_eps), x)
@@ -137,7 +141,7 @@ class TorchDecoder:
             self._tick("gate and up")
             x = x + by_token(layer.down, act)
             self._tick("down")
-        normed = by_token(_norm(self._norm, c.norm_eps), x[d.index(batch.logit_tokens)])
+        normed = by_token(_norm(self._norm, c.norm_eps), x)
         self._tick("norm")
         logits = by_token(self._head, normed)
         self._tick("head")

@@ -207,11 +207,13 @@ def step_cost(executor: TorchExecutor, w: Workload, length: int) -> dict[str, tu
     c, detail = executor.config, dict(executor.info.detail)
     weight = _WEIGHT_BYTES.get(detail["dtype"], 1)
     tokens = w.rows * w.count
+    # Behind its attention, the last layer has only rows whose logits are wanted.
+    fewer = tokens - (tokens - w.rows) / c.layers
     matrices = {
         "qkv": (tokens, c.layers * c.hidden * (c.q_size + 2 * c.kv_size)),
-        "out": (tokens, c.layers * c.hidden * c.q_size),
-        "gate and up": (tokens, c.layers * c.hidden * 2 * c.intermediate),
-        "down": (tokens, c.layers * c.hidden * c.intermediate),
+        "out": (fewer, c.layers * c.hidden * c.q_size),
+        "gate and up": (fewer, c.layers * c.hidden * 2 * c.intermediate),
+        "down": (fewer, c.layers * c.hidden * c.intermediate),
         "head": (w.rows, c.hidden * c.vocab_size),
     }
     seen = w.rows * sum(range(length - w.count + 1, length + 1))

@@ -22,6 +22,12 @@ struct Sequences {
     const int32_t *row_start, *positions, *table;
 };
 
+// Tokens of a batch, ascending.
+struct Chosen {
+    int64_t count;
+    const int32_t* tokens;
+};
+
 // Queries and results [tokens, ld], head h at h * head_dim.
 struct Heads {
     const float* q;
@@ -32,10 +38,12 @@ struct Heads {
 
 class AttentionPlan {
   public:
-    AttentionPlan(Team& team, const Sequences& rows, int64_t heads, int64_t kv_heads, int64_t dim)
+    AttentionPlan(Team& team, const Sequences& rows, int64_t heads, int64_t kv_heads, int64_t dim,
+                  const Chosen& chosen = {0, nullptr})
         : team_(team), group_(heads / kv_heads), dim_(dim) {
         int64_t total = 0;
         for (int64_t r = 0; r < rows.count; r++) add_row(rows, r, kv_heads, total);
+        mark(chosen);
         cut(team.size() > 1 ? total / (team.size() * kPiecesPerThread) + 1 : total);
         states_ = team.shared(state_floats_);
     }
@@ -43,9 +51,13 @@ class AttentionPlan {
     // Attention over one layer's pages by the whole team. Ends with a barrier.
     template <class T>
     void run(int member, const Pages& pages, const Heads& heads) {
-        const int64_t room = AttentionScratch::floats(most_queries_, dim_);
-        const AttentionScratch scratch(team_.scratch(member, room), most_queries_, dim_);
-        team_.each(int64_t(pieces_.size()), [&](int64_t i) { compute<T>(pieces_[i], pages, heads, scratch); });
+        run_pieces<T>(pieces_, member, pages, heads);
+    }
+
+    // The same; results of tokens that were not chosen may be left out.
+    template <class T>
+    void run_chosen(int member, const Pages& pages, const Heads& heads) {
+        run_pieces<T>(chosen_pieces_, member, pages, heads);
     }
 
   private:
@@ -55,6 +67,7 @@ class AttentionPlan {
         int64_t pieces;
         int64_t state_at;     // floats into the states of segments, if there are several pieces
         int32_t pieces_left;
+        bool chosen;          // whether one of its tokens is
     };
 
     struct Piece {
@@ -74,10 +87,19 @@ class AttentionPlan {
             const int64_t tokens = std::min(height, count - first);
             for (int64_t h = 0; h < kv_heads; h++) {
                 const Tile tile{rows.table + r * rows.table_width, h, group_, rows.positions[begin + first], tokens};
-                jobs_.push_back({tile, begin + first, 1, 0, 1});
+                jobs_.push_back({tile, begin + first, 1, 0, 1, false});
                 total += cost_of(tile, 0, tile.segments());
                 most_queries_ = std::max(most_queries_, tile.queries());
             }
+        }
+    }
+
+    // Jobs lie in the order of their tokens.
+    void mark(const Chosen& chosen) {
+        const int32_t *next = chosen.tokens, *end = next + chosen.count;
+        for (Job& job : jobs_) {
+            while (next != end && *next < job.token) next++;
+            job.chosen = next != end && *next < job.token + job.tile.tokens;
         }
     }
 
@@ -98,11 +120,21 @@ class AttentionPlan {
             }
         }
         std::stable_sort(pieces_.begin(), pieces_.end(), [](auto& a, auto& b) { return a.cost > b.cost; });
+        for (const Piece& piece : pieces_) {
+            if (jobs_[piece.job].chosen) chosen_pieces_.push_back(piece);
+        }
     }
 
     Running state(const Job& job, int64_t segment) const {
         const int64_t queries = job.tile.queries();
         return Running(states_ + job.state_at + segment * Running::floats(queries, dim_), queries, dim_);
+    }
+
+    template <class T>
+    void run_pieces(const std::vector<Piece>& pieces, int member, const Pages& pages, const Heads& heads) {
+        const int64_t room = AttentionScratch::floats(most_queries_, dim_);
+        const AttentionScratch scratch(team_.scratch(member, room), most_queries_, dim_);
+        team_.each(int64_t(pieces.size()), [&](int64_t i) { compute<T>(pieces[i], pages, heads, scratch); });
     }
 
     template <class T>
@@ -133,7 +165,7 @@ class AttentionPlan {
     int64_t most_queries_ = 1, state_floats_ = 0;
     float* states_ = nullptr;  // of the segments of jobs in several pieces
     std::vector<Job> jobs_;
-    std::vector<Piece> pieces_;
+    std::vector<Piece> pieces_, chosen_pieces_;
 };
 
 }  // namespace hortator

@@ -1,6 +1,7 @@
 // The forward pass of a ragged batch, one call per step. `../abi.py` mirrors the structs.
 //
 // The whole pass is one run of the team; every loop inside is shared by its members and ends with a barrier.
+#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <vector>
@@ -65,7 +66,7 @@ class Pass {
     Pass(const Model& model, const Batch& batch, const Buffers& buffers, float* logits, double* spent)
         : m_(model), b_(batch), buf_(buffers), logits_(logits), clock_(spent), team_(*model.team),
           attention_(team_, {batch.rows, batch.table_width, batch.row_start, batch.positions, batch.table}, model.heads,
-                     model.kv_heads, model.head_dim) {
+                     model.kv_heads, model.head_dim, {batch.logits, batch.logit_tokens}) {
         q_size_ = m_.heads * m_.head_dim;
         kv_size_ = m_.kv_heads * m_.head_dim;
         ld_qkv_ = q_size_ + 2 * kv_size_;
@@ -83,45 +84,59 @@ class Pass {
         team_.each(b_.tokens, [&](int64_t t) { unpack_row(m_.embed, b_.ids[t], m_.hidden, buf_.x + t * m_.hidden); });
         tick(member, kEmbed);
         for (int64_t i = 0; i < m_.layers; i++) {
-            attention_half<T>(i, member);
-            feed_forward_half(m_.layer[i], member);
+            const bool last = i + 1 == m_.layers;
+            attend<T>(i, last, member);
+            if (last) keep_logit_tokens();
+            finish_layer(m_.layer[i], last ? b_.logits : b_.tokens, member);
         }
-        team_.each(b_.logits, kRowGrain, [&](int64_t i) {
-            rms_norm(buf_.x + b_.logit_tokens[i] * m_.hidden, m_.norm, m_.hidden, m_.eps, buf_.normed + i * m_.hidden);
-        });
-        tick(member, kNorm);
+        norm_all(m_.norm, b_.logits, member);
         multiply(team_, m_.head, b_.logits, buf_.normed, m_.hidden, logits_, panels_of(m_.head.n) * kPanel,
                     Into::kStore, buf_.codes);
         tick(member, kHead);
     }
 
+    // The first half of a layer, up to what heads attended to; of its last layer a pass needs that of logit
+    // tokens alone.
     template <class T>
-    void attention_half(int64_t index, int member) {
+    void attend(int64_t index, bool last, int member) {
         const Layer& layer = m_.layer[index];
         const int64_t dim = m_.head_dim;
         const int64_t per_layer = 2 * m_.kv_heads * m_.block_tokens * dim;
         const Pages pages{m_.kv, m_.layers * per_layer, index * per_layer, m_.kv_heads, m_.block_tokens, dim};
-        norm_all(layer.input_norm, member);
+        norm_all(layer.input_norm, b_.tokens, member);
         multiply(team_, layer.qkv, b_.tokens, buf_.normed, m_.hidden, buf_.qkv, ld_qkv_, Into::kStore, buf_.codes);
         tick(member, kQkv);
         team_.each(b_.tokens, kRowGrain, [&](int64_t t) { place<T>(layer, pages, t); });
         tick(member, kPlace);
-        attention_.run<T>(member, pages, {buf_.qkv, ld_qkv_, buf_.attended, q_size_});
+        const Heads heads{buf_.qkv, ld_qkv_, buf_.attended, q_size_};
+        last ? attention_.run_chosen<T>(member, pages, heads) : attention_.run<T>(member, pages, heads);
         tick(member, kAttention);
-        multiply(team_, layer.out, b_.tokens, buf_.attended, q_size_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
-        tick(member, kOut);
     }
 
-    void feed_forward_half(const Layer& layer, int member) {
-        norm_all(layer.post_norm, member);
-        multiply_silu(team_, layer.gate_up, b_.tokens, buf_.normed, m_.hidden, buf_.act, ld_act_, buf_.codes);
+    // Bring the rows of logit tokens to the front; each moves towards it, if at all.
+    void keep_logit_tokens() {
+        if (b_.logits == b_.tokens) return;
+        team_.each(1, [&](int64_t) {
+            for (int64_t i = 0; i < b_.logits; i++) {
+                const int64_t from = b_.logit_tokens[i];
+                std::copy_n(buf_.x + from * m_.hidden, m_.hidden, buf_.x + i * m_.hidden);
+                std::copy_n(buf_.attended + from * q_size_, q_size_, buf_.attended + i * q_size_);
+            }
+        });
+    }
+
+    void finish_layer(const Layer& layer, int64_t tokens, int member) {
+        multiply(team_, layer.out, tokens, buf_.attended, q_size_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
+        tick(member, kOut);
+        norm_all(layer.post_norm, tokens, member);
+        multiply_silu(team_, layer.gate_up, tokens, buf_.normed, m_.hidden, buf_.act, ld_act_, buf_.codes);
         tick(member, kGateUp);
-        multiply(team_, layer.down, b_.tokens, buf_.act, ld_act_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
+        multiply(team_, layer.down, tokens, buf_.act, ld_act_, buf_.x, m_.hidden, Into::kAdd, buf_.codes);
         tick(member, kDown);
     }
 
-    void norm_all(const float* weight, int member) {
-        team_.each(b_.tokens, kRowGrain, [&](int64_t t) {
+    void norm_all(const float* weight, int64_t tokens, int member) {
+        team_.each(tokens, kRowGrain, [&](int64_t t) {
             rms_norm(buf_.x + t * m_.hidden, weight, m_.hidden, m_.eps, buf_.normed + t * m_.hidden);
         });
         tick(member, kNorm);
