@@ -150,6 +150,71 @@ def test_every_format_can_be_asked_for_on_the_command_line():
         Device("cpu", "int4")
 
 
+def fake_compiler(path, script):
+    """A compiler that knows its version, and does `script` when it is to compile."""
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo fake\nfor out; do :; done\n{script}\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def kernel_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("HORTATOR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kernels"
+
+
+@pytest.mark.parametrize("keep", [0, 20, 4096, 30_000])
+def test_a_library_that_was_cut_off_is_compiled_anew_and_never_loaded(
+    keep, kernel_cache, monkeypatch, tmp_path
+):
+    monkeypatch.setenv(
+        "CXX", fake_compiler(tmp_path / "cc", f"head -c 60000 /dev/zero > $out; echo >> {tmp_path}/calls")
+    )
+    library = build.ensure()
+    whole = library.read_bytes()
+    assert build.ensure() == library
+    library.write_bytes(whole[:keep])
+    assert build.ensure().read_bytes() == whole
+    assert (tmp_path / "calls").read_text() == "\n\n"
+    assert [file.name for file in kernel_cache.iterdir()] == [library.name]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo no space left; exit 3", "no space left"),
+        ("exit 0", "compiling into .*HORTATOR_CACHE"),
+        ("sleep 1000 & sleep 1000", "did not end within"),
+    ],
+)
+def test_a_compiler_that_does_not_compile_is_named_with_what_it_said(
+    script, words, kernel_cache, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(build, "_COMPILE_S", 0.2)
+    compiler = fake_compiler(tmp_path / "cc", script)
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(build.KernelsUnavailable, match=words):
+        build.ensure()
+    assert list(kernel_cache.iterdir()) == []
+
+
+def test_a_compiler_may_be_named_with_arguments(kernel_cache, monkeypatch, tmp_path):
+    compiler = fake_compiler(tmp_path / "cc", "echo $1 > $out")
+    monkeypatch.setenv("CXX", f"{compiler} -pipe")
+    assert b"-pipe\n" in build.ensure().read_bytes()
+    monkeypatch.setenv("CXX", f"{compiler} '")
+    with pytest.raises(build.KernelsUnavailable, match="is not a command"):
+        build.ensure()
+
+
+def test_kernels_lie_in_the_same_cache_as_models(monkeypatch, tmp_path):
+    from shared.model.cache import ModelCache
+
+    monkeypatch.delenv("HORTATOR_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_dir() == ModelCache().root / "kernels" == tmp_path / "hortator" / "kernels"
+
+
 def test_without_a_compiler_the_reason_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("HORTATOR_CACHE", str(tmp_path))

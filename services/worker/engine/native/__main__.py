@@ -7,9 +7,7 @@ from services.worker.engine.native import build
 
 def main() -> int:
     try:
-        library = build.library_path()
-        if not library.exists():
-            build.compile_kernels(library)
+        library = build.ensure()
     except build.KernelsUnavailable as error:
         sys.stderr.write(f"no native kernels, torch will be used and is slower: {error}\n")
         return 0

@@ -4,15 +4,22 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
+
+from shared.model.cache import cache_root
 
 SOURCES = Path(__file__).parent / "src"
 _MAIN = "decoder.cpp"
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC")
 _NEEDED_CPU_FLAGS = {"avx2", "fma", "f16c"}
+_DIGEST_BYTES = 32
+_VERSION_S, _COMPILE_S = 20.0, 300.0
+"""How long the compiler may take to tell its version, and to compile."""
 
 
 class KernelsUnavailable(RuntimeError):
@@ -20,22 +27,27 @@ class KernelsUnavailable(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: `$HORTATOR_CACHE/kernels`, by default under ~/.cache/hortator."""
-    root = os.environ.get("HORTATOR_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "hortator") / "kernels"
+    """Where compiled kernels are kept: `kernels` beside the models in the node's cache."""
+    return cache_root() / "kernels"
 
 
 def load() -> ctypes.CDLL:
     """The compiled kernels, compiling them first if need be. Raises `KernelsUnavailable`."""
-    library = library_path()
-    if not library.exists():
-        compile_kernels(library)
+    library = ensure()
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise KernelsUnavailable(
-            f"{library} cannot be loaded ({error}); delete it to compile it anew"
+            f"{library} cannot be loaded ({error}); set HORTATOR_CACHE to a folder that programs may run from"
         ) from None
+
+
+def ensure() -> Path:
+    """The library's place, compiled first unless it lies there whole. Raises `KernelsUnavailable`."""
+    library = library_path()
+    if not _whole(library):
+        compile_kernels(library)
+    return library
 
 
 def library_path(extra_flags: tuple[str, ...] = ()) -> Path:
@@ -47,34 +59,80 @@ def library_path(extra_flags: tuple[str, ...] = ()) -> Path:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest.update(" ".join((compiler, *_FLAGS, *extra_flags)).encode() + version)
+    version, _ = _call([*compiler, "--version"], _VERSION_S)
+    digest.update(" ".join((*compiler, *_FLAGS, *extra_flags)).encode() + version.encode())
     digest.update(" ".join(sorted(_cpu_flags())).encode())
     return cache_dir() / f"kernels-{digest.hexdigest()[:24]}.so"
 
 
 def compile_kernels(library: Path, extra_flags: tuple[str, ...] = ()) -> None:
     """Compile into `library`, atomically: two processes may do so at once. Raises `KernelsUnavailable`."""
-    command = [_compiler(), *_FLAGS, *extra_flags, str(SOURCES / _MAIN), "-o"]
+    command = [*_compiler(), *_FLAGS, *extra_flags, str(SOURCES / _MAIN), "-o"]
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             made = Path(scratch) / library.name
-            result = subprocess.run(
-                [*command, str(made)], capture_output=True, text=True, timeout=300, check=False
-            )
-            if result.returncode:
-                raise KernelsUnavailable(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
+            said, status = _call([*command, str(made)], _COMPILE_S)
+            if status:
+                raise KernelsUnavailable(f"{shlex.join(command)} failed: {said.strip()[-2000:]}")
+            content = made.read_bytes()
+            with made.open("ab") as file:
+                file.write(hashlib.sha256(content).digest())
             os.replace(made, library)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelsUnavailable(f"compiling into {library.parent} failed: {error}") from None
+    except OSError as error:
+        raise KernelsUnavailable(
+            f"compiling into {library.parent} failed ({error}); HORTATOR_CACHE names another folder for it"
+        ) from None
 
 
-def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else ("g++", "c++", "clang++"):
-        if found := shutil.which(name):
-            return found
+def _whole(library: Path) -> bool:
+    """Whether every byte is there: what follows a library's own bytes, its digest, is nothing to the loader.
+
+    A file that a crash or a full disk cut off must not be loaded: it would kill the process.
+    """
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    own, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return hashlib.sha256(own).digest() == digest
+
+
+def _call(command: list[str], limit_s: float) -> tuple[str, int]:
+    """(all it says, exit status). What runs for longer is ended, with everything that it started."""
+    try:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+        ) as process:
+            try:
+                return process.communicate(timeout=limit_s)[0], process.returncode
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+    except subprocess.TimeoutExpired:
+        raise KernelsUnavailable(
+            f"{shlex.join(command)} did not end within {limit_s:.0f} s; name a working compiler with CXX=…"
+        ) from None
+    except OSError as error:
+        raise KernelsUnavailable(f"{command[0]} cannot be run ({error})") from None
+
+
+def _compiler() -> list[str]:
+    """The command, with what `$CXX` adds to it, as in `ccache g++`."""
+    wanted = os.environ.get("CXX", "").strip()
+    try:
+        asked = [shlex.split(wanted)] if wanted else [["g++"], ["c++"], ["clang++"]]
+    except ValueError as error:
+        raise KernelsUnavailable(f"CXX={wanted} is not a command ({error}); correct it") from None
+    for program, *arguments in asked:
+        if found := shutil.which(program):
+            return [found, *arguments]
     raise KernelsUnavailable(
         f"no C++ compiler ({wanted or 'g++, c++ or clang++'}) on PATH; install one (apt: g++)"
     )
