@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
+from shared.model.errors import ModelError
 from shared.model.manifest import MANIFEST, hash_file
 
 
@@ -42,14 +43,25 @@ class ModelCache:
     def ensure(self, name: str, build: Callable[[Path], None]) -> Path:
         """The folder of `name`; `build(empty folder)` fills it if it is not there yet.
 
-        One process builds, others wait for it. Whatever `build` raises leaves the cache as it was.
+        One process builds, others wait for it. Whatever `build` raises leaves the cache as it was. Raises
+        ModelError where the cache cannot be written.
         """
         target = self.folder(name)
         if self.has(name):
             return target
+        try:
+            self._build(name, target, build)
+        except OSError as error:
+            raise ModelError(
+                f"{error.filename or target} cannot be written ({error.strerror or error}); make room, or set "
+                f"HORTATOR_CACHE to a folder where you may write instead of {self.root}"
+            ) from None
+        return target
+
+    def _build(self, name: str, target: Path, build: Callable[[Path], None]) -> None:
         with self._lock(name):
             if self.has(name):
-                return target
+                return
             for left in self.models.glob(f".{name}.build-*"):  # by a process killed at work: we hold its lock
                 shutil.rmtree(left, ignore_errors=True)
             work = Path(tempfile.mkdtemp(prefix=f".{name}.build-", dir=self.models))
@@ -62,7 +74,6 @@ class ModelCache:
             except BaseException:
                 shutil.rmtree(work, ignore_errors=True)
                 raise
-        return target
 
     def size(self, name: str) -> int:
         """Bytes on disk."""
@@ -92,22 +103,25 @@ class ModelCache:
         return freed
 
     def content_hash(self, file: Path) -> str:
-        """SHA-256 of a large file; computed again only when its size or modification time changed."""
+        """SHA-256 of a large file; computed again only when its `stamp` changed."""
         file = file.resolve()
-        stat = file.stat()
         known = self.root / "hashes" / f"{sha256(os.fsencode(file)).hexdigest()}.json"
-        stamp = [stat.st_size, stat.st_mtime_ns]
+        now = stamp(file)
         try:
             record = json.loads(known.read_text())
-            if record["stamp"] == stamp:
+            if record["stamp"] == now:
                 return str(record["sha256"])
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not hashed before, or the note is damaged: hash it
         digest = hash_file(file)
-        known.parent.mkdir(parents=True, exist_ok=True)
         part = known.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
-        part.replace(known)
+        try:
+            known.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"stamp": now, "sha256": digest}))
+            part.replace(known)
+        except OSError:  # without the note it takes a few seconds more next time
+            with suppress(OSError):
+                part.unlink()
         return digest
 
     @contextmanager
@@ -122,6 +136,12 @@ class ModelCache:
                 yield False
             else:
                 yield True
+
+
+def stamp(file: Path) -> list[int]:
+    """What changes when a file is replaced or written to, even if it is given its former size and time."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def bytes_under(folder: Path) -> int:

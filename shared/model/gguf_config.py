@@ -219,6 +219,11 @@ def _rope_scaling(
     meta: Metadata, arch: str, config: dict[str, Any], factors: list[float] | None
 ) -> dict[str, Any] | None:
     kind = text(meta, f"{arch}.rope.scaling.type", "none")
+    if meta.get(f"{arch}.rope.scaling.type") is None and meta.get(f"{arch}.rope.scaling.factor", 0) not in (
+        0,
+        1,
+    ):
+        kind = "linear"  # what llama.cpp takes a factor of no type for
     if kind not in ("none", ""):
         raise ModelError(f"the GGUF file uses rotary scaling {kind!r}, which is not supported")
     if factors is None:

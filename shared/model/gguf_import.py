@@ -210,8 +210,8 @@ def _write_weights(file: Path, plan: list[_Planned], out: Path, progress: Progre
     free = shutil.disk_usage(out.parent).free
     if free < offset:
         raise ModelError(
-            f"{file.name} becomes {offset / 1e9:.1f} GB of weights, but only {free / 1e9:.1f} GB are free at "
-            f"{out.parent.parent}; make room (`hortator model rm --stale`), or set HORTATOR_CACHE to a "
+            f"{file.name} becomes {offset / 1e6:,.1f} MB of weights, but only {free / 1e6:,.1f} MB are free "
+            f"at {out.parent.parent}; make room (`hortator model rm --stale`), or set HORTATOR_CACHE to a "
             "folder on a larger disk"
         )
     head = json.dumps(header).encode()

@@ -6,12 +6,12 @@ little-endian). Nothing but the header is read.
 """
 
 import math
-import mmap
+import os
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shared.model.errors import ModelError
 from shared.model.gguf_metadata import Metadata
@@ -68,10 +68,8 @@ def read_gguf(path: Path) -> GgufFile:
     """The file's header, checked against the file's size. Raises ModelError that says what is wrong where."""
     try:
         with path.open("rb") as stream:
-            start = stream.read(24)
-            _check_start(path, start)
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as body:
-                return _Header(path, body).read()
+            _check_start(path, stream.read(24))
+            return _Header(path, stream).read()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -99,13 +97,16 @@ def _check_start(path: Path, start: bytes) -> None:
 
 
 class _Header:
-    """A cursor over the file's bytes; each method reads one thing and moves on."""
+    """A cursor over the file's bytes; each method reads one thing and moves on.
 
-    def __init__(self, path: Path, body: mmap.mmap) -> None:
+    It is read, not mapped: whoever cuts a mapped file short meanwhile ends the process.
+    """
+
+    def __init__(self, path: Path, body: BinaryIO) -> None:
         self._path = path
         self._body = body
-        self._size = len(body)
-        self._at = 8
+        self._size = os.fstat(body.fileno()).st_size
+        self._at = body.seek(8)
         self._items = 0
 
     def read(self) -> GgufFile:
@@ -208,10 +209,10 @@ class _Header:
         return value
 
     def _take(self, count: int, what: str) -> bytes:
-        if count > self._size - self._at:
+        if count > self._size - self._at or len(taken := self._body.read(count)) < count:
             raise self._damaged(f"it ends within {what}")
         self._at += count
-        return self._body[self._at - count : self._at]
+        return taken
 
     def _damaged(self, problem: str) -> ModelError:
         return ModelError(

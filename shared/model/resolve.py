@@ -11,7 +11,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-from shared.model.cache import ModelCache, bytes_under
+from shared.model.cache import ModelCache, bytes_under, stamp
 from shared.model.catalog import CATALOG, CatalogModel, WheelSource, find, known_names
 from shared.model.conversion import CONVERTER, is_stale, key_of_catalog, key_of_file
 from shared.model.errors import ModelError
@@ -96,25 +96,34 @@ def import_file(file: Path, cache: ModelCache, progress: Progress, name: str = "
     Of a model in several files any one stands for all. A file with the hash of a catalogue model becomes that
     model: the way in without a package index.
     """
-    digest = _digest(shard_files(file), cache)
+    files = shard_files(file)
+    digest, stamps = _digest(files, cache)
+
+    def convert(folder: Path) -> None:
+        _convert(file, folder, progress)
+        if [stamp(f) for f in files] != stamps:
+            raise ModelError(f"{file} was changed while it was converted; start again when it is all there")
+
     if known := next((m for m in CATALOG if m.source.sha256 == digest), None):
-        return _install(known, cache, lambda folder: _convert(file, folder, progress))
+        return _install(known, cache, convert)
     name = name or model_stem(file).lower()
 
     def build(folder: Path) -> None:
-        _convert(file, folder, progress)
+        convert(folder)
         write_manifest(folder, name, (), f"gguf sha256:{digest}", "", CONVERTER)
 
     return open_folder(cache.ensure(key_of_file(name, digest), build))
 
 
-def _digest(files: tuple[Path, ...], cache: ModelCache) -> str:
-    """SHA-256 of one file, or of the hashes of several."""
+def _digest(files: tuple[Path, ...], cache: ModelCache) -> tuple[str, list[list[int]]]:
+    """SHA-256 of one file, or of the hashes of several; and their stamps before anything was read."""
     try:
+        stamps = [stamp(file) for file in files]
         digests = [cache.content_hash(file) for file in files]
     except OSError as error:
         raise ModelError(f"{error.filename or files[0]} cannot be read: {error.strerror or error}") from None
-    return digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest()
+    one = digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest()
+    return one, stamps
 
 
 def _from_catalog(model: CatalogModel, cache: ModelCache, progress: Progress) -> ModelFolder:

@@ -177,6 +177,7 @@ def test_absurd_claims_are_refused_by_name_at_once_and_in_little_memory(body, wo
         ({"llama.attention.head_count": (Value.ARRAY, [4, 2])}, "layers that differ"),
         ({"llama.attention.head_count_kv": (Value.UINT32, 3)}, "4 heads for 3"),
         ({"llama.rope.scaling.type": (Value.STRING, "yarn")}, "'yarn'"),
+        ({"llama.rope.scaling.factor": (Value.FLOAT32, 4.0)}, "rotary scaling 'linear'"),
         ({"llama.attention.causal": (Value.BOOL, False)}, "attention.causal"),
         ({"llama.logit_scale": (Value.FLOAT32, 8.0)}, "logit_scale = 8.0"),
         ({"llama.attention.value_length": (Value.UINT32, 8)}, "different length"),

@@ -1,5 +1,7 @@
 """Models in several GGUF files, as llama-gguf-split writes them."""
 
+import importlib
+
 import pytest
 from gguf import GGUFReader, GGUFWriter
 from gguf import GGUFValueType as Value
@@ -8,6 +10,9 @@ from safetensors.torch import load_file
 from shared.model import ModelError, resolve
 from shared.model.cache import ModelCache
 from tests.support.gguf_files import rewrite, weights, write
+
+# `shared.model.resolve` the function hides the module of that name.
+resolving = importlib.import_module("shared.model.resolve")
 
 
 def split(whole, count: int):
@@ -60,6 +65,22 @@ def test_a_changed_file_among_several_is_converted_anew(tmp_path, files):
     body[-1] ^= 1
     files[2].write_bytes(body)
     assert resolve(str(files[0]), cache, quiet=True).path != before.path
+
+
+def test_files_that_change_while_they_are_converted_are_not_served(tmp_path, files, monkeypatch):
+    """What was read would be kept as the model that the files were before."""
+    cache, convert = ModelCache(tmp_path / "cache"), resolving._convert
+
+    def disturbed(file, folder, progress):
+        convert(file, folder, progress)
+        files[1].write_bytes(files[1].read_bytes())
+
+    monkeypatch.setattr(resolving, "_convert", disturbed)
+    with pytest.raises(ModelError, match="was changed while it was converted; start again"):
+        resolve(str(files[0]), cache, quiet=True)
+    assert cache.names() == []
+    monkeypatch.setattr(resolving, "_convert", convert)
+    assert resolve(str(files[0]), cache, quiet=True).weights
 
 
 def test_a_missing_file_is_named(tmp_path, files):

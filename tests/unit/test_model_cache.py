@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -5,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shared.model import ModelError
 from shared.model.cache import ModelCache, bytes_under
 from shared.model.manifest import MANIFEST, differences, read_manifest, write_manifest
 
@@ -121,3 +123,47 @@ def test_a_file_is_hashed_again_only_when_it_changed(tmp_path):
     assert cache.content_hash(file) == "remembered"
     file.write_bytes(b"three")
     assert cache.content_hash(file) not in (first, "remembered")
+
+
+def test_a_file_replaced_by_one_of_its_size_and_time_is_hashed_again(tmp_path):
+    cache, file, other = ModelCache(tmp_path / "cache"), tmp_path / "x.gguf", tmp_path / "other"
+    file.write_bytes(b"one")
+    first, stat = cache.content_hash(file), file.stat()
+    other.write_bytes(b"two")
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    other.replace(file)
+    assert file.stat().st_mtime_ns == stat.st_mtime_ns
+    second = cache.content_hash(file)
+    assert second != first
+    file.write_bytes(b"one")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert cache.content_hash(file) == first
+
+
+def test_a_cache_that_cannot_be_written_says_so_and_serves_what_it_has(tmp_path):
+    root, file = tmp_path / "cache", tmp_path / "x.gguf"
+    file.write_bytes(b"one")
+    cache = ModelCache(root)
+    there = cache.ensure("there", filled)
+    for folder in ("hashes", "models"):
+        kept = root / f"{folder}.kept"
+        if (root / folder).exists():
+            (root / folder).rename(kept)
+        (root / folder).write_text("a file where a folder belongs, as nothing can be written then")
+    assert len(cache.content_hash(file)) == 64
+    with pytest.raises(ModelError, match=f"models.* cannot be written .*HORTATOR_CACHE.*{root}"):
+        cache.ensure("new", filled)
+    (root / "models").unlink()
+    (root / "models.kept").rename(root / "models")
+    assert cache.ensure("there", filled) == there
+
+
+def test_a_disk_that_becomes_full_while_building_leaves_nothing(tmp_path):
+    def build(folder):
+        (folder / "part").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache = ModelCache(tmp_path)
+    with pytest.raises(ModelError, match=r"No space left.*make room.*HORTATOR_CACHE"):
+        cache.ensure("m", build)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"]
