@@ -78,7 +78,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 def parse_bytes(text: str) -> int:
     """Bytes of e.g. `512MiB` or `536870912`. Raises `SettingsError`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
     shift = _UNITS.get(match[2].lower()) if match else None
     if match is None or shift is None:
         raise SettingsError(f"kv_memory={text!r} is not a size: write bytes, or for example 512MiB or 2GiB")

@@ -53,8 +53,8 @@ class ModelCache:
             self._build(name, target, build)
         except OSError as error:
             raise ModelError(
-                f"{error.filename or target} cannot be written ({error.strerror or error}); make room, or set "
-                f"HORTATOR_CACHE to a folder where you may write instead of {self.root}"
+                f"{error.filename or target} cannot be written ({error.strerror or error}); make room, or "
+                f"set HORTATOR_CACHE to a folder where you may write instead of {self.root}"
             ) from None
         return target
 

@@ -223,6 +223,12 @@ def test_nothing_is_pinned_where_the_cores_are_not_known_to_be_ours(folder, spee
     assert not any(candidate.pinned for candidate in tried)
 
 
+@pytest.mark.parametrize("threads", [-1, 0, 100_000])
+def test_numbers_of_threads_that_cannot_be_are_refused_before_anything_is_started(folder, threads):
+    with pytest.raises(ValueError, match=f"--threads {threads}: from 1 to"):
+        start(folder, threads=threads)
+
+
 def test_cores_outside_of_what_the_process_may_use_are_refused(folder):
     with pytest.raises(ValueError, match="may only use"):
         start(folder, cores=(4095,))

@@ -8,7 +8,8 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from services.worker.engine.config import UnsupportedModel  # noqa: E402
-from services.worker.engine.kvcache import plan_kv  # noqa: E402
+from services.worker.engine.device import Device  # noqa: E402
+from services.worker.engine.kvcache import KvCache, plan_kv  # noqa: E402
 from services.worker.engine.weights import BadWeights, ModelFolder, expected_shapes  # noqa: E402
 
 CONFIG = {
@@ -147,3 +148,18 @@ def test_kv_memory_that_holds_no_block_is_refused_with_the_arithmetic(folder):
         plan_kv(config, "float32", 100, 16)
     with pytest.raises(ValueError, match="kv-dtype int3"):
         plan_kv(config, "int3", 10**6, 16)
+    with pytest.raises(ValueError, match="blocks of 0 tokens"):
+        plan_kv(config, "float32", 10**6, 0)
+
+
+def test_kv_memory_that_the_machine_does_not_have_is_refused(folder):
+    config = ModelFolder(folder).config
+    for size in (1 << 62, 1 << 70):
+        with pytest.raises(ValueError, match=r"cannot be had .*; lower --kv-memory"):
+            KvCache(config, plan_kv(config, "float32", size, 16), "float32", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["tpu", "mps", "meta", "", "cuda:x"])
+def test_a_device_that_nothing_is_computed_on_is_refused(name):
+    with pytest.raises(ValueError, match=f"--device {name}"):
+        Device(name, "float32")

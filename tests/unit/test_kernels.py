@@ -152,7 +152,8 @@ def test_every_format_can_be_asked_for_on_the_command_line():
 
 def fake_compiler(path, script):
     """A compiler that knows its version, and does `script` when it is to compile."""
-    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo fake\nfor out; do :; done\n{script}\n')
+    version = '[ "$out" = --version ] && exec echo fake'
+    path.write_text(f"#!/bin/sh\nfor out; do :; done\n{version}\n{script}\n")
     path.chmod(0o755)
     return str(path)
 

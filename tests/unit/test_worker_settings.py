@@ -18,7 +18,7 @@ def test_memory_is_read_in_bytes_or_binary_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "many", "-1", "12 parsecs", "1MiB2"])
+@pytest.mark.parametrize("text", ["", "many", "-1", "12 parsecs", "1MiB2", "9" * 400])
 def test_memory_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="kv_memory"):
         parse_bytes(text)

@@ -36,6 +36,8 @@ _PROBE_LAYERS = 6
 _MARGIN = 0.97
 """How much of the time of what stands before it a candidate may take at most to be preferred."""
 _SHOWN = 8
+_MOST_THREADS = 64
+"""What may be asked for on machines with fewer cores, where more than those are of no use anyway."""
 _UNDISTURBED = 0.85
 """Share of the time measured that this thread must have had a core, for the result to be remembered."""
 
@@ -89,7 +91,10 @@ class Scope:
 
     def thread_counts(self) -> tuple[int, ...]:
         """Most first: with little time, that is the best guess."""
-        if self.threads:
+        if self.threads is not None:
+            most = max(_MOST_THREADS, os.cpu_count() or 1)
+            if not 1 <= self.threads <= most:
+                raise ValueError(f"--threads {self.threads}: from 1 to {most}, or 0 for what measures best")
             return (self.threads,)
         most = len(self.cores or os.sched_getaffinity(0))
         counts = {*range(1, min(most, 8) + 1), *(1 << i for i in range(4, most.bit_length())), most}

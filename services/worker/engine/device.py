@@ -25,7 +25,14 @@ class Device:
     """One torch device. `weight_dtype` is a weight format (`formats.py`) on CPUs; activations are float32."""
 
     def __init__(self, name: str, weight_dtype: str) -> None:
-        self.torch = torch.device(name)
+        try:
+            self.torch = torch.device(name)
+        except RuntimeError:
+            raise ValueError(
+                f"--device {name} is none; take cpu, cuda or one of several, as cuda:1"
+            ) from None
+        if self.torch.type not in ("cpu", "cuda"):
+            raise ValueError(f"--device {name}: models are computed on cpu and cuda only")
         if weight_dtype == "bfloat16" and self.torch.type != "cuda":
             raise ValueError(
                 f"--dtype bfloat16 is computed on CUDA devices only, not on {name}: take float16, as "
@@ -42,6 +49,8 @@ class Device:
                 f"--device {name}: torch {torch.__version__} sees no CUDA device here; check nvidia-smi and "
                 "that torch is a CUDA build, or take --device cpu"
             )
+        if self.torch.type == "cuda" and (self.torch.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device {name}: cuda:{torch.cuda.device_count() - 1} is the last one here")
         self.weight_dtype = weight_dtype
 
     @property

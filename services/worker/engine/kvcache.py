@@ -25,6 +25,8 @@ def plan_kv(config: ModelConfig, kv_dtype: str, kv_bytes: int, block_tokens: int
     """Blocks that fit into `kv_bytes`. Raises ValueError, showing the arithmetic, when not one does."""
     if kv_dtype not in DTYPES:
         raise ValueError(f"--kv-dtype {kv_dtype}: choose one of {', '.join(DTYPES)}")
+    if block_tokens < 1:
+        raise ValueError(f"blocks of {block_tokens} tokens: a block holds at least one")
     token_bytes = 2 * config.layers * config.kv_size * _DTYPE_BYTES[kv_dtype]
     block_bytes = token_bytes * block_tokens
     blocks = kv_bytes // block_bytes
@@ -56,7 +58,13 @@ class KvCache:
         dtype = DTYPES[kv_dtype]
         if device.type == "cpu":
             count = math.prod(shape)
-            self.data = Arena(count * dtype.itemsize).take(count, dtype).view(shape)
+            try:
+                arena = Arena(count * dtype.itemsize)
+            except (OSError, OverflowError) as error:
+                raise ValueError(
+                    f"KV memory of {count * dtype.itemsize} bytes cannot be had ({error}); lower --kv-memory"
+                ) from None
+            self.data = arena.take(count, dtype).view(shape)
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         # [block × layer × 2 × kv_head, token × head_dim]: the view that gathers whole heads.
