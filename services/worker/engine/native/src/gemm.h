@@ -24,21 +24,36 @@ inline int64_t stretch_of(int64_t k) {
     return ((k + parts - 1) / parts + 7) / 8 * 8;
 }
 
+// What a tile does on the side. Memory needed soon is asked for, `step` bytes for each k: the hardware alone looks
+// less far. And weights stored in fewer bits are kept as float32 [k, 16], if `kept` says where, for the tiles that
+// follow: storing them hides behind the arithmetic.
+struct Aside {
+    const char* soon;
+    int64_t step;
+    float* kept;
+};
+
 // c [R, P × 16] = or += a [R, k] · b, b being P panels `panel_step` apart.
-template <int R, int P, class W>
-inline void tile(int64_t k, const float* a, int64_t lda, const W* b, int64_t panel_step, float* c, int64_t ldc,
-                 Into into, Channels channels) {
+template <int R, int P, bool Keep, class W>
+inline void tile(int64_t k, const float* a, int64_t lda, const W* b, int64_t panel_step, const Aside& aside, float* c,
+                 int64_t ldc, Into into, Channels channels) {
     Vec acc[R][2 * P];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * P; j++) acc[r][j] = _mm256_setzero_ps();
     }
-    for (int64_t i = 0; i < k; i++) {
+    const char* soon = aside.soon;
+    for (int64_t i = 0; i < k; i++, soon += aside.step) {
+        _mm_prefetch(soon, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             const Vec left = load(b + i * kPanel + p * panel_step);
             const Vec right = load(b + i * kPanel + p * panel_step + kLanes);
+            if constexpr (Keep) {
+                store(aside.kept + i * kPanel, left);
+                store(aside.kept + i * kPanel + kLanes, right);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 const Vec x = splat(a[r * lda + i]);
@@ -57,36 +72,43 @@ inline void tile(int64_t k, const float* a, int64_t lda, const W* b, int64_t pan
 }
 
 // One call of `tile` for a number of rows known only now.
-template <int P, class W>
-inline void tile_rows(int rows, int64_t k, const float* a, int64_t lda, const W* b, int64_t panel_step, float* c,
-                      int64_t ldc, Into into, Channels channels) {
+template <int P, bool Keep, class W>
+inline void tile_rows(int rows, int64_t k, const float* a, int64_t lda, const W* b, int64_t panel_step,
+                      const Aside& aside, float* c, int64_t ldc, Into into, Channels channels) {
     switch (rows) {
-        case 1: return tile<1, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
-        case 2: return tile<2, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
-        case 3: return tile<3, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
-        case 4: return tile<4, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
-        case 5: return tile<5, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
-        default: return tile<6, P>(k, a, lda, b, panel_step, c, ldc, into, channels);
+        case 1: return tile<1, P, Keep>(k, a, lda, b, panel_step, aside, c, ldc, into, channels);
+        case 2: return tile<2, P, Keep>(k, a, lda, b, panel_step, aside, c, ldc, into, channels);
+        case 3: return tile<3, P, Keep>(k, a, lda, b, panel_step, aside, c, ldc, into, channels);
+        case 4: return tile<4, P, Keep>(k, a, lda, b, panel_step, aside, c, ldc, into, channels);
+        case 5: return tile<5, P, Keep>(k, a, lda, b, panel_step, aside, c, ldc, into, channels);
+        default: return tile<6, P, Keep>(k, a, lda, b, panel_step, aside, c, ldc, into, channels);
     }
 }
 
-// c [rows, 16] = or += a · b for any number of rows, in tiles of nearly equal height.
+// c [rows, 16] = or += a · b for any number of rows, in tiles of nearly equal height. `next` is what comes after b.
 template <class W>
-inline void strip(int64_t rows, int64_t k, const float* a, int64_t lda, const W* b, float* c, int64_t ldc, Into into,
-                  Channels channels) {
+inline void strip(int64_t rows, int64_t k, const float* a, int64_t lda, const W* b, const W* next, float* c,
+                  int64_t ldc, Into into, Channels channels) {
+    constexpr bool narrow = sizeof(W) < sizeof(float);
+    alignas(64) float wide[narrow ? kStretch * kPanel : 1];
     const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    const Aside nothing{reinterpret_cast<const char*>(b), 0, nullptr};
+    const Aside last{reinterpret_cast<const char*>(next), int64_t(kPanel * sizeof(W)), nullptr};
     for (int64_t t = 0; t < tiles; t++) {
-        const int64_t first = rows * t / tiles, stop = rows * (t + 1) / tiles;
-        tile_rows<1>(int(stop - first), k, a + first * lda, lda, b, 0, c + first * ldc, ldc, into, channels);
+        const int64_t first = rows * t / tiles, height = rows * (t + 1) / tiles - first;
+        const float* from = a + first * lda;
+        float* to = c + first * ldc;
+        const Aside& aside = t + 1 == tiles ? last : nothing;
+        if (!narrow || tiles == 1) {
+            tile_rows<1, false>(int(height), k, from, lda, b, 0, aside, to, ldc, into, channels);
+        } else if (t == 0) {
+            const Aside keeping{nothing.soon, 0, wide};
+            tile_rows<1, true>(int(height), k, from, lda, b, 0, keeping, to, ldc, into, channels);
+        } else {
+            const float* whole = wide;
+            tile_rows<1, false>(int(height), k, from, lda, whole, 0, aside, to, ldc, into, channels);
+        }
     }
-}
-
-// A panel's stretch as float32; narrower panels are expanded into `scratch` [k, 16].
-inline const float* expand(const float* panel, int64_t, float*) { return panel; }
-template <class W>
-inline const float* expand(const W* panel, int64_t k, float* scratch) {
-    for (int64_t i = 0; i < k * kPanel; i += kLanes) store(scratch + i, load(panel + i));
-    return scratch;
 }
 
 // The left side of a product as its kernel reads it: `ready` makes it of a [m, k], with the whole team.
@@ -109,7 +131,6 @@ struct Left<Int8Dynamic> : CodedRows {
 template <class W>
 inline void panel_group(const Matrix& w, int64_t panel, int count, int64_t rows, const Left<W>& x, float* c,
                         int64_t ldc, Into into) {
-    alignas(64) float scratch[kStretch * kPanel];
     const int64_t stretch = stretch_of(w.k), panel_size = w.k * kPanel;
     const W* panels = static_cast<const W*>(w.panels) + panel * panel_size;
     for (int64_t first = 0; first < w.k; first += stretch) {
@@ -119,17 +140,14 @@ inline void panel_group(const Matrix& w, int64_t panel, int count, int64_t rows,
         const float* a = x.a + first;
         const W* part = panels + first * kPanel;
         if (rows <= 3 && count == kGroup) {
-            tile_rows<kGroup>(int(rows), length, a, x.ld, part, panel_size, c, ldc, how, channels);
+            const Aside aside{reinterpret_cast<const char*>(part), 0, nullptr};
+            tile_rows<kGroup, false>(int(rows), length, a, x.ld, part, panel_size, aside, c, ldc, how, channels);
             continue;
         }
         for (int p = 0; p < count; p++) {
             const W* b = part + p * panel_size;
-            if (rows <= kTileRows) {
-                strip(rows, length, a, x.ld, b, c + p * kPanel, ldc, how, channels.from(p * kPanel));
-            } else {
-                strip(rows, length, a, x.ld, expand(b, length, scratch), c + p * kPanel, ldc, how,
-                      channels.from(p * kPanel));
-            }
+            const W* next = p + 1 < count ? b + panel_size : part + length * kPanel;
+            strip(rows, length, a, x.ld, b, next, c + p * kPanel, ldc, how, channels.from(p * kPanel));
         }
     }
 }
