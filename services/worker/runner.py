@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from services.worker.compute import BrokenSession, Compute, Outcome
+from services.worker.compute import Begun, BrokenSession, Compute, Outcome
 from shared.wire import Step
 
 T = TypeVar("T")
+
+LOOK_EVERY_S = 0.0001
+"""How often a frame, or the result, is looked for while a device computes a step by itself."""
 
 
 class RunnerListener(Protocol):
@@ -120,7 +123,7 @@ class ThreadRunner:
     """One thread builds the executor and calls it, so that the loop stays free to talk while it computes.
 
     The thread goes from step to step without the loop: results are posted to it, the next frame waits in
-    the queue.
+    the queue. While a device computes by itself, the next frame is begun as well, if it may follow.
     """
 
     def __init__(self, make: Callable[[], Compute]) -> None:
@@ -170,22 +173,65 @@ class ThreadRunner:
             return
         self._post(self._finish_building, compute)
         try:
-            while (item := self._queue.get()) is not None and not self._closing:
-                if isinstance(item, _Question):
-                    self._post(item.then, item.question(compute))
-                    continue
-                self._step_began = time.perf_counter()
-                outcome = compute.step(item.frame, item.arrived)
-                self._step_began = None
-                if isinstance(outcome, Outcome):
-                    self._post(self._listener.computed, outcome)
-                elif outcome is not None:
-                    self._post(self._listener.broken, outcome)
+            self._serve(compute)
         except BaseException as error:
             self._post(self._listener.failed, error)
         finally:
             compute.close()
             self._post(self._ended.set)
+
+    def _serve(self, compute: Compute) -> None:
+        """Until closed. Two steps are under way for moments only: the second is begun, the first finished."""
+        under_way: Begun | None = None
+        held: _Frame | _Question | None = None
+        # taken from the queue, but to be done when nothing is under way
+        while under_way is not None or not self._closing:
+            item, held = held or self._next(under_way), None
+            if self._closing:
+                item = None
+            if isinstance(item, _Frame) and (under_way is None or compute.may_follow(item.frame, under_way)):
+                under_way = self._begin(compute, item, under_way)
+            elif under_way is not None:
+                self._finish(compute, under_way)
+                under_way, held = None, item
+            elif isinstance(item, _Question):
+                self._post(item.then, item.question(compute))
+
+    def _next(self, under_way: Begun | None) -> "_Frame | _Question | None":
+        """What is to be looked at next; None to finish the step under way, if there is one."""
+        if under_way is None:
+            return self._queue.get()
+        look_for_s = 0.0
+        while under_way.pending.feeds and not self._closing:
+            try:
+                return self._queue.get(timeout=look_for_s)
+            except queue.Empty:
+                if under_way.pending.ready():
+                    break
+            look_for_s = LOOK_EVERY_S
+        return None
+
+    def _begin(self, compute: Compute, item: _Frame, before: Begun | None) -> Begun | None:
+        """Begin a frame and finish the one before, whatever becomes of this one."""
+        if before is None:
+            self._step_began = time.perf_counter()
+        try:
+            begun = compute.start(item.frame, item.arrived)
+        finally:
+            if before is not None:
+                self._finish(compute, before)
+        if isinstance(begun, Begun):
+            self._step_began = self._step_began or time.perf_counter()
+            return begun
+        self._step_began = None
+        if begun is not None:
+            self._post(self._listener.broken, begun)
+        return None
+
+    def _finish(self, compute: Compute, begun: Begun) -> None:
+        outcome = compute.finish(begun)
+        self._step_began = None
+        self._post(self._listener.computed, outcome)
 
     def _finish_building(self, compute: Compute) -> None:
         if not self._built.done():

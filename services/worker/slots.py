@@ -7,33 +7,48 @@ Rules that both ends of the wire share:
 - A slot *decodes* once all but its last known id are computed; until then only `work` moves it.
 - A stopped slot computes nothing until it is released, but blocks handed to it lose their hash all the same:
   the scheduler gave them away by that very act.
+
+Two frames may be under way. Applying one advances all that follows from it without its tokens: what is
+computed, who decodes on, whose length ends with it. Its commit brings the tokens: known ids, stops, confirmed
+blocks. So a frame that only goes on can be applied before the one before is committed, and its result is the
+same; a row of a sequence that turns out to have stopped is dropped.
 """
 
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.faults import FrameFault, RequestFault, check_sampling, length_limit, read_ids
 from services.worker.hashes import BlockHashes
+from services.worker.prefixes import Prefixes
 from services.worker.shape import BatchShape
 from services.worker.step import I32, SlotArrays, StepInput, StepOutput
+from services.worker.stops import StopReason, StopRules
 from services.worker.tables import BlockTables, Rows
-from shared.blocks import extend_packed, root_hash
-from shared.ids import BlockHash
 from shared.wire import Admit, Extend, KvOp, SlotLogprobs, SlotPromptLogprobs, Step, Stopped, Stored
 
 NOT_FINITE = -2
 """`StepOutput.tokens` of a row whose logits were not finite."""
 
-NEVER = np.iinfo(np.int32).max
 
-ROOTS_KEPT = 1024
-"""Root hashes cached by salt; salts come from outside, so their number has a bound."""
+@dataclass(kw_only=True)
+class AppliedStep(StepInput):
+    """A step that was applied, with what its commit has to know of that moment."""
 
-StopReason = Literal["stop", "length", "error"]
+    rows: Rows
+    """`slots` once more, as numpy indexes fastest."""
+    ends: I32
+    """How many ids of each row's slot are computed after it."""
+    full: NDArray[np.bool_]
+    """Rows that draw the last id their length allows."""
+    decodes: NDArray[np.bool_] | None
+    """Rows that compute a drawn id, not a prompt; None: all of them, and all of them draw another."""
+    idle: int
+    """Stopped slots at that moment."""
+    given: list[int]
+    """Blocks that lose their hash with it."""
+    rejected: list[Stopped] = field(default_factory=list)
 
 
 @dataclass
@@ -50,17 +65,23 @@ class StepResult:
     decode_tokens: int = 0
 
 
+def goes_on(frame: Step) -> bool:
+    """Whether the frame may be applied before the one before it is committed."""
+    return not (frame.admit or frame.release or frame.kv_ops)
+
+
 class Batch:
     """Slots [0, max_slots) and the hashes of blocks [0, blocks_total).
 
-    Strictly alternating: `apply(frame)` → the executor computes → `commit(input, output)`.
+    `apply(frame)` → the executor computes → `commit(step, output)`, in the order of the frames. Between a
+    frame's two there may be one `apply`, of a frame that `goes_on`.
     """
 
     def __init__(self, shape: BatchShape, fingerprint: str) -> None:
         self.shape = shape
         self.hashes = BlockHashes(shape.blocks_total)
-        self._fingerprint = fingerprint
-        self._roots: dict[str, BlockHash] = {}
+        self._prefixes = Prefixes(shape, fingerprint, self.hashes)
+        self._stops = StopRules(shape)
         self._tables = BlockTables(shape)
         slots = shape.max_slots
         self.arrays = SlotArrays(
@@ -74,26 +95,11 @@ class Batch:
             version=np.zeros(slots, np.int64),
         )
         self._decoding = np.zeros(slots, np.bool_)
-        # live, not stopped, and all but the last known id computed
+        # not closed, and all but the last id computed; that one may be on its way
+        self._closed = np.zeros(slots, np.bool_)
+        # computes nothing more: stopped, or the step under way draws its last id
         self._stopped = np.zeros(slots, np.bool_)
-        self._limit = np.zeros(slots, np.int32)
-        # the sequence ends when it has this many ids
-        self._full_at = np.zeros(slots, np.int32)
-        # the slot's next block is confirmed when this many ids are computed; `_parent` names the one before
-        self._parent: list[BlockHash] = [BlockHash(b"")] * slots
-        self._stop_ids: list[frozenset[int]] = [frozenset()] * slots
-        self._stop_from = np.zeros(slots, np.int32)
-        # stop ids count from this position on (min_tokens)
-        self._watchers: Counter[int] = Counter()
-        # per id: live slots it may stop
-        self._watched = np.zeros(shape.vocab_size, np.bool_)
-        # ids with watchers, so that one look-up settles almost every token
-        self._rejected: list[Stopped] = []
-        self._steady = False
-        # the step at hand is one decode token of every decoding slot, and nothing else
-        self._rows: Rows = np.zeros(0, np.intp)
-        self._ends = np.zeros(0, np.int32)
-        # of the step at hand: its slots, and how many of their ids are computed after it
+        # its end was reported
         self._ones = np.ones(slots, np.int32)
         self._trues = np.ones(slots, np.bool_)
         self._live = 0
@@ -115,52 +121,63 @@ class Batch:
         arrays = self.arrays
         arrays.sampling[:] = [None] * self.shape.max_slots
         self._tables.reset()
+        self._stops.reset()
         for counters in (arrays.known, arrays.computed):
             counters.fill(0)
-        for flags in (self._decoding, self._stopped, self._watched):
+        for flags in (self._decoding, self._closed, self._stopped):
             flags.fill(False)
-        self._watchers.clear()
-        self._stop_ids[:] = [frozenset()] * self.shape.max_slots
-        self._rejected = []
         self._live = self._idle = 0
 
-    def apply(self, frame: Step) -> StepInput:
+    def apply(self, frame: Step) -> AppliedStep:
         """Take the frame's changes in their order of effect and say what is to be computed.
 
-        Raises `FrameFault`; the batch must be reset then. Nothing is computed before all of it is checked.
+        Raises `FrameFault`; the batch must be reset then, once a step under way is committed. Nothing is
+        computed before all of it is checked.
         """
-        self._steady = not (frame.admit or frame.work or frame.release or frame.kv_ops)
-        if not self._steady:
+        if frame.admit or frame.work or frame.release or frame.kv_ops:
             return self._apply_changes(frame)
+        given: list[int] = []
         for extend in frame.blocks:
-            self._extend(extend)
-        self._rows = rows = self._decoding.nonzero()[0]
+            self._extend(extend, given)
+        rows = self._decoding.nonzero()[0]
         starts = self.arrays.computed[rows]
         ones = self._ones[: len(rows)]
-        self._ends = starts + ones
-        self._tables.check_room(rows, self._ends)
-        return StepInput(rows.astype(np.int32), starts, ones, self._trues[: len(rows)])
+        ends = starts + ones
+        self._tables.check_room(rows, ends)
+        return AppliedStep(
+            rows.astype(np.int32),
+            starts,
+            ones,
+            self._trues[: len(rows)],
+            rows=rows,
+            ends=ends,
+            full=self._advance(rows, ends),
+            decodes=None,
+            idle=self._idle,
+            given=given,
+        )
 
-    def commit(self, step: StepInput, output: StepOutput) -> StepResult:
+    def commit(self, step: AppliedStep, output: StepOutput) -> StepResult:
         """Advance the batch by what the executor computed."""
-        result = StepResult(stopped=self._rejected)
-        self._rejected = []
-        rows, ends = self._rows, self._ends
+        result = StepResult(stopped=step.rejected)
+        for block in step.given:
+            self.hashes.forget(block)
+        if self._idle != step.idle:
+            step, output = self._without_stopped(step, output)
+        rows, ends, tokens = step.rows, step.ends, output.tokens
         if not len(rows):
             return result
         result.decode_tokens = len(rows)
-        if not self._steady:
-            result.decode_tokens = int(np.count_nonzero(self._decoding[rows]))
+        if step.decodes is not None:
+            result.decode_tokens = int(np.count_nonzero(step.decodes))
             result.prefill_tokens = int(step.counts.sum()) - result.decode_tokens
-        self.arrays.computed[rows] = ends
-        tokens = output.tokens
-        if tokens.min() >= 0:
-            self._confirm(rows, ends, result.stored)
-            self._append(rows, ends, tokens, result)
+        arrays, full = self.arrays, step.full
+        drawn = None if tokens.min() >= 0 else self._drawn(step, tokens, result)
+        result.stored = self._prefixes.confirm(rows, ends, arrays.tokens, arrays.block_table)
+        if drawn is None:
+            self._append(rows, ends, tokens, full, result)
         else:
-            drawn = self._drawn(step, tokens, result)
-            self._confirm(rows, ends, result.stored)
-            self._append(rows[drawn], ends[drawn], tokens[drawn], result)
+            self._append(rows[drawn], ends[drawn], tokens[drawn], full[drawn], result)
         for row, of in output.logprobs.items():
             result.logprobs.append(SlotLogprobs(int(rows[row]), of.chosen, of.top))
         for row, of_prompt in output.prompt_logprobs.items():
@@ -171,37 +188,66 @@ class Batch:
 
     # Changes, each checked before it touches anything.
 
-    def _apply_changes(self, frame: Step) -> StepInput:
+    def _apply_changes(self, frame: Step) -> AppliedStep:
+        given: list[int] = []
+        rejected: list[Stopped] = []
         for slot in frame.release:
             self._check_live(slot)
             self._free(slot)
         for admit in frame.admit:
-            self._admit(admit)
+            self._admit(admit, rejected)
         for extend in frame.blocks:
-            self._extend(extend)
+            self._extend(extend, given)
         copies = [self._copy(op) for op in frame.kv_ops]
 
-        counts = self._decoding.astype(np.int32)
+        known, decoding = self.arrays.known, self._decoding
+        counts = decoding.astype(np.int32)
         chunked: set[int] = set()
         for slot, count in ((work.slot, work.count) for work in frame.work):
             self._check_live(slot)
             if slot in chunked:
                 raise FrameFault("number of work rows", got="two", allowed="one a slot", slot=slot)
             chunked.add(slot)
-            if self._stopped[slot]:
+            if self._closed[slot]:
                 continue
-            left = int(self.arrays.known[slot] - self.arrays.computed[slot])
+            left = 1 if decoding[slot] else int(known[slot] - self.arrays.computed[slot])
             if not 0 <= count <= left:
                 raise FrameFault("count of work", got=count, allowed=f"0 to {left}", slot=slot)
             counts[slot] = count
-        self._rows = rows = counts.nonzero()[0]
+        rows = counts.nonzero()[0]
         starts, counts = self.arrays.computed[rows], counts[rows]
-        self._ends = starts + counts
-        self._tables.check_room(rows, self._ends)
-        samples = self._ends == self.arrays.known[rows]
-        return StepInput(rows.astype(np.int32), starts, counts, samples, copies)
+        ends = starts + counts
+        self._tables.check_room(rows, ends)
+        decodes = decoding[rows]
+        samples = decodes | (ends == known[rows])
+        decoding[rows] = samples | (ends == known[rows] - 1)
+        return AppliedStep(
+            rows.astype(np.int32),
+            starts,
+            counts,
+            samples,
+            copies,
+            rows=rows,
+            ends=ends,
+            full=self._advance(rows, ends),
+            decodes=decodes,
+            idle=self._idle,
+            given=given,
+            rejected=rejected,
+        )
 
-    def _admit(self, admit: Admit) -> None:
+    def _advance(self, rows: Rows, ends: I32) -> NDArray[np.bool_]:
+        """Ids below `ends` count as computed; the rows whose sequence ends with the id they draw."""
+        self.arrays.computed[rows] = ends
+        # Below its limit by its known ids, a row that does not draw is never full.
+        full = self._stops.full(rows, ends + 1)
+        if full.any():
+            ending = rows[full]
+            self._decoding[ending] = False
+            self._closed[ending] = True
+        return full
+
+    def _admit(self, admit: Admit, rejected: list[Stopped]) -> None:
         slot, shape = admit.slot, self.shape
         self._check_slot(slot)
         if self.arrays.sampling[slot] is not None:
@@ -228,12 +274,12 @@ class Batch:
             check_sampling(admit.sampling, shape.vocab_size)
             limit = length_limit(admit, shape.max_len)
         except RequestFault as fault:
-            self._stopped[slot] = True
+            self._stopped[slot] = self._closed[slot] = True
             self._idle += 1
-            self._rejected.append(Stopped(slot, "error", str(fault)))
+            rejected.append(Stopped(slot, "error", str(fault)))
             self.hashes.forget_all(blocks[cached:])
             return
-        parent = self._check_prefix(admit, ids, cached)
+        parent = self._prefixes.check(admit, ids, cached)
 
         arrays = self.arrays
         arrays.tokens[slot, :length] = ids
@@ -242,39 +288,34 @@ class Batch:
         arrays.prompt_len[slot] = admit.prompt_len
         arrays.choice[slot] = admit.choice
         self._decoding[slot] = admit.computed == length - 1
-        self._limit[slot] = limit
-        self._full_at[slot] = (cached + 1) * shape.block_tokens
-        self._parent[slot] = parent
-        stop_ids = frozenset(admit.sampling.stop_token_ids)
-        self._stop_ids[slot] = stop_ids
-        self._stop_from[slot] = min(admit.prompt_len + max(0, admit.sampling.min_tokens), shape.max_len)
-        for token in stop_ids:
-            self._watchers[token] += 1
-            self._watched[token] = True
+        self._prefixes.begin(slot, cached, parent)
+        self._stops.watch(admit, limit)
         self._tables.share(slot, blocks[:cached])
-        self._hand_out(slot, blocks[cached:])
+        # A later admission of the frame may name one of them as cached: it must not find the old content.
+        self.hashes.forget_all(blocks[cached:])
+        self._tables.hand_out(slot, blocks[cached:])
 
-    def _extend(self, extend: Extend) -> None:
+    def _extend(self, extend: Extend, given: list[int]) -> None:
+        """Append blocks; their former content is given up by the scheduler, and so by us.
+
+        They are `given` for the commit: until then the step before may still tell of what it changed.
+        """
         slot = extend.slot
         self._check_live(slot)
-        if len(extend.blocks) == 1 and not self._stopped[slot]:
-            (block,) = extend.blocks
-            self._tables.hand_out_one(slot, block)
-            self.hashes.forget(block)
+        closed = self._closed[slot]
+        if len(extend.blocks) == 1 and not closed:
+            self._tables.hand_out_one(slot, extend.blocks[0])
         else:
-            self._hand_out(slot, self._tables.read(extend.blocks, slot))
+            blocks = self._tables.read(extend.blocks, slot)
+            if not closed:
+                self._tables.hand_out(slot, blocks)
+        given += extend.blocks
 
     def _copy(self, op: KvOp) -> tuple[int, int]:
         self._tables.read([op.src, op.dst])
         self._tables.check_writable(op.dst)
         self.hashes.forget(op.dst)
         return op.src, op.dst
-
-    def _hand_out(self, slot: int, blocks: I32) -> None:
-        """Append blocks whose former content is given up, by the scheduler and so by us."""
-        self.hashes.forget_all(blocks)
-        if not self._stopped[slot]:
-            self._tables.hand_out(slot, blocks)
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.shape.max_slots:
@@ -285,104 +326,69 @@ class Batch:
         if self.arrays.sampling[slot] is None:
             raise FrameFault("slot", got="free", allowed="one that holds a sequence", slot=slot)
 
-    def _check_prefix(self, admit: Admit, ids: I32, cached: int) -> BlockHash:
-        """Hash of the last cached block. A hit is a belief of the scheduler; what our blocks hold decides."""
-        root = self._roots.get(admit.salt)
-        if root is None:
-            root = root_hash(self._fingerprint, self.shape.block_tokens, admit.salt)
-            if len(self._roots) < ROOTS_KEPT:
-                self._roots[admit.salt] = root
-        parent, size = root, self.shape.block_tokens
-        for index, block in enumerate(admit.blocks[:cached]):
-            parent = extend_packed(parent, ids[index * size : (index + 1) * size].tobytes())
-            if self.hashes.of(block) != parent:
-                raise FrameFault(
-                    "cached block",
-                    got=f"{block}, which holds something else",
-                    allowed="the block of this prefix",
-                    slot=admit.slot,
-                )
-        return parent
-
-    # Results.
-
-    def _drawn(self, step: StepInput, tokens: I32, result: StepResult) -> NDArray[np.bool_]:
-        """Rows that drew a token. Those in their prompt move on; those without finite logits stop."""
-        rows, waiting = self._rows, ~step.samples
-        self._decoding[rows[waiting]] = (self._ends == self.arrays.known[rows] - 1)[waiting]
-        drawn = step.samples & (tokens >= 0)
-        for row in (step.samples & ~drawn).nonzero()[0].tolist():
-            if tokens[row] != NOT_FINITE:
-                raise RuntimeError(f"the executor drew no token for row {row}, which samples")
-            slot = int(rows[row])
-            # What it computed is not fit to be shared.
-            self._full_at[slot] = NEVER
-            self._stop(slot, result, "error", "its logits were not finite")
-        return drawn
-
-    def _confirm(self, rows: Rows, ends: I32, stored: list[Stored]) -> None:
-        """Hash every block whose last token this step wrote."""
-        filled = (ends >= self._full_at[rows]).nonzero()[0]
-        if not len(filled):
-            return
-        size, width = self.shape.block_tokens, 4 * self.shape.block_tokens
-        tokens, table, store = self.arrays.tokens, self.arrays.block_table, self.hashes.store
-        for slot, end in zip(rows[filled].tolist(), ends[filled].tolist(), strict=True):
-            first, last = int(self._full_at[slot]) // size - 1, end // size
-            self._full_at[slot] = (last + 1) * size
-            parent = self._parent[slot]
-            packed = tokens[slot, first * size : last * size].tobytes()
-            for index, block in enumerate(table[slot, first:last].tolist()):
-                parent = extend_packed(parent, packed[index * width : (index + 1) * width])
-                store(block, parent)
-                stored.append(Stored(block, parent))
-            self._parent[slot] = parent
-
-    def _append(self, rows: Rows, positions: I32, tokens: I32, result: StepResult) -> None:
-        """The drawn tokens become ids number `positions` of their slots."""
-        arrays = self.arrays
-        arrays.tokens[rows, positions] = tokens
-        lengths = positions + 1
-        arrays.known[rows] = lengths
-        if not self._steady:
-            self._decoding[rows] = True
-        result.slots = rows.tolist()
-        result.tokens = tokens.tolist()
-        ended = lengths >= self._limit[rows]
-        if self._watchers:
-            self._stop_on_ids(positions, tokens, ended, result)
-        elif ended.any():
-            for row in ended.nonzero()[0].tolist():
-                self._stop(result.slots[row], result, "length")
-
-    def _stop_on_ids(self, positions: I32, tokens: I32, ended: NDArray[np.bool_], result: StepResult) -> None:
-        for row in (ended | self._watched[tokens]).nonzero()[0].tolist():
-            slot = result.slots[row]
-            if result.tokens[row] in self._stop_ids[slot] and positions[row] >= self._stop_from[slot]:
-                self._stop(slot, result, "stop")
-            elif ended[row]:
-                self._stop(slot, result, "length")
-
-    def _stop(self, slot: int, result: StepResult, reason: StopReason, detail: str = "") -> None:
-        self._stopped[slot] = True
-        self._idle += 1
-        self._decoding[slot] = False
-        self._tables.leave(slot)
-        result.stopped.append(Stopped(slot, reason, detail))
-
     def _free(self, slot: int) -> None:
         if self._stopped[slot]:
             self._idle -= 1
         else:
             self._tables.leave(slot)
-        for token in self._stop_ids[slot]:
-            self._watchers[token] -= 1
-            if not self._watchers[token]:
-                del self._watchers[token]
-                self._watched[token] = False
-        self._stop_ids[slot] = frozenset()
+        self._stops.forget(slot)
         self._tables.clear(slot)
         self.arrays.known[slot] = self.arrays.computed[slot] = 0
         self.arrays.sampling[slot] = None
-        self._decoding[slot] = self._stopped[slot] = False
+        self._decoding[slot] = self._closed[slot] = self._stopped[slot] = False
         self._live -= 1
+
+    # Results.
+
+    def _without_stopped(self, step: AppliedStep, output: StepOutput) -> tuple[AppliedStep, StepOutput]:
+        """The step without rows of slots that the step before stopped, after this one was applied.
+
+        What they wrote lies behind the last confirmed block of their slot, where nobody finds it.
+        """
+        kept = ~self._stopped[step.rows]
+        if kept.all():
+            return step, output
+        number = np.cumsum(kept) - 1
+        left = replace(
+            step,
+            slots=step.slots[kept],
+            starts=step.starts[kept],
+            counts=step.counts[kept],
+            samples=step.samples[kept],
+            rows=step.rows[kept],
+            ends=step.ends[kept],
+            full=step.full[kept],
+            decodes=None if step.decodes is None else step.decodes[kept],
+        )
+        logprobs = {int(number[row]): of for row, of in output.logprobs.items() if kept[row]}
+        prompts = {int(number[row]): of for row, of in output.prompt_logprobs.items() if kept[row]}
+        return left, StepOutput(output.tokens[kept], logprobs, prompts)
+
+    def _drawn(self, step: AppliedStep, tokens: I32, result: StepResult) -> NDArray[np.bool_]:
+        """Rows that drew a token. Those without finite logits stop."""
+        drawn = step.samples & (tokens >= 0)
+        for row in (step.samples & ~drawn).nonzero()[0].tolist():
+            if tokens[row] != NOT_FINITE:
+                raise RuntimeError(f"the executor drew no token for row {row}, which samples")
+            slot = int(step.rows[row])
+            self._prefixes.spoil(slot)
+            self._stop(slot, result, "error", "its logits were not finite")
+        return drawn
+
+    def _append(
+        self, rows: Rows, positions: I32, tokens: I32, full: NDArray[np.bool_], result: StepResult
+    ) -> None:
+        """The drawn tokens become ids number `positions` of their slots."""
+        self.arrays.tokens[rows, positions] = tokens
+        self.arrays.known[rows] = positions + 1
+        result.slots = rows.tolist()
+        result.tokens = tokens.tolist()
+        for slot, reason in self._stops.found(result.slots, positions, tokens, full):
+            self._stop(slot, result, reason)
+
+    def _stop(self, slot: int, result: StepResult, reason: StopReason, detail: str = "") -> None:
+        self._stopped[slot] = self._closed[slot] = True
+        self._idle += 1
+        self._decoding[slot] = False
+        self._tables.leave(slot)
+        result.stopped.append(Stopped(slot, reason, detail))

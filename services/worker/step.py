@@ -2,10 +2,13 @@
 
 `SlotArrays` is the persistent batch: row s belongs to slot s, kept up to date by diffs. An executor reads it
 and writes nothing but device memory; the bookkeeping (`services/worker/slots.py`) owns every field.
+
+A step may be begun while the one before is under way (`OverlappingExecutor`). What that one draws is not in
+the arrays yet: where a row's last position is `known`, its id is the one that the step before draws.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +29,7 @@ class SlotArrays:
     computed: I32
     """[max_slots] tokens whose KV is written (or will be by the steps already begun)."""
     known: I32
-    """[max_slots] ids valid in `tokens`."""
+    """[max_slots] ids valid in `tokens`; an id on its way is not counted."""
     prompt_len: I32
     """[max_slots] length of the request's original prompt."""
     choice: I32
@@ -46,7 +49,7 @@ class StepInput:
     starts: I32
     counts: I32
     samples: NDArray[np.bool_]
-    """Whether the row's last token is the last known one, so that the next is drawn."""
+    """Whether the row's last token is the last of its sequence so far, so that the next is drawn."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(src, dst) blocks to copy before anything is computed."""
 
@@ -88,6 +91,8 @@ class ExecutorInfo:
     prefill_tok_s: float
     decode_step_s: float
     detail: tuple[tuple[str, str], ...] = ()
+    overlaps: bool = False
+    """It is an `OverlappingExecutor`, and gains by it: its device computes by itself."""
 
 
 class Executor(Protocol):
@@ -99,3 +104,46 @@ class Executor(Protocol):
     def run(self, step: StepInput, slots: SlotArrays) -> StepOutput: ...
 
     def close(self) -> None: ...
+
+
+class Pending(Protocol):
+    """A step that was begun."""
+
+    @property
+    def feeds(self) -> bool:
+        """The next step may be begun before `wait`: all that this one draws it finds on the device."""
+        ...
+
+    def ready(self) -> bool:
+        """`wait` would return at once."""
+        ...
+
+    def wait(self) -> StepOutput:
+        """The result. Called once, in the order of the steps, each when the one before is committed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Computed:
+    """`Pending` whose result is there."""
+
+    output: StepOutput
+    feeds: bool = False
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> StepOutput:
+        return self.output
+
+
+@runtime_checkable
+class OverlappingExecutor(Executor, Protocol):
+    """Hands steps over to a device that computes them in order, while the host goes on.
+
+    One step may be begun while another that `feeds` is under way; `run` is `begin` and `wait`.
+    """
+
+    def begin(self, step: StepInput, slots: SlotArrays) -> Pending:
+        """Take what `slots` says about `step`; for rows drawn on the host, `wait` looks there once more."""
+        ...

@@ -302,13 +302,13 @@ def test_an_executor_draws_the_same_tokens_whether_the_device_or_the_host_does(t
     ]
     executors = {path: executor_on(path, tmp_path) for path in ("torch", "cuda")}
     on_device = []
-    drawn = executors["cuda"]._decoder.drawn
+    drawn = executors["cuda"]._decoder.begin_draw
 
     def spy(*step):
         on_device.append(drawn(*step))
         return on_device[-1]
 
-    executors["cuda"]._decoder.drawn = spy
+    executors["cuda"]._decoder.begin_draw = spy
     tokens = {
         path: [run.tokens for run in Driver(executor, seed=2).generate(prompts_of(7), samplings, chunk=30)]
         for path, executor in executors.items()

@@ -12,7 +12,7 @@ class RaggedBatch:
     """T tokens of R rows, row after row. Row r owns tokens [row_start[r], row_start[r + 1])."""
 
     tokens: I32
-    """[T] token ids."""
+    """[T] token ids; -1 - slot for an id that is not known here yet, but was drawn last for that slot."""
     positions: I32
     """[T] position of each token in its sequence."""
     row_start: I32
@@ -66,8 +66,12 @@ def build_batch(step: StepInput, slots: SlotArrays, block_tokens: int) -> Ragged
         first, stop = prompt_logprob_span(step, slots, row)
         if stop > first:
             wanted[row_start[row] : row_start[row] + (stop - first)] = True
+    tokens = slots.tokens[slot_of, positions].astype(np.int32)
+    unknown = kv_len > slots.known[step.slots]
+    if unknown.any():
+        tokens[row_start[1:][unknown] - 1] = -1 - step.slots[unknown]
     return RaggedBatch(
-        tokens=slots.tokens[slot_of, positions].astype(np.int32),
+        tokens=tokens,
         positions=positions.astype(np.int32),
         row_start=row_start,
         kv_len=kv_len,

@@ -1,4 +1,7 @@
-"""The engine as the worker sees it: `TorchExecutor` computes one step after the other."""
+"""The engine as the worker sees it: `TorchExecutor` computes one step after the other.
+
+On a CPU a step is computed when it is begun. A device is handed one, and its result waited for later.
+"""
 
 import time
 from dataclasses import dataclass
@@ -19,7 +22,9 @@ from services.worker.engine.sampler import NOT_FINITE, SampleRow, sample, top_lo
 from services.worker.engine.weights import ModelFolder
 from services.worker.step import (
     I32,
+    Computed,
     ExecutorInfo,
+    Pending,
     PromptLogprobs,
     SlotArrays,
     StepInput,
@@ -53,7 +58,7 @@ class EngineOptions:
 
 
 class TorchExecutor:
-    """`services.worker.step.Executor` on torch. Construction loads the model and measures its speed.
+    """`services.worker.step.OverlappingExecutor` on torch. Construction loads the model, measures its speed.
 
     Raises `UnsupportedModel`, `BadWeights` or ValueError when the model or the options cannot be served.
     """
@@ -90,6 +95,7 @@ class TorchExecutor:
             prefill_tok_s=made.speed.prefill_tok_s,
             decode_step_s=made.speed.decode_step_s,
             detail=tuple(sorted(detail.items())),
+            overlaps=isinstance(self._decoder, CudaDecoder),
         )
 
     @property
@@ -105,35 +111,46 @@ class TorchExecutor:
         inside = self._decoder.spent() if isinstance(self._decoder, Timed) else {"forward": self._forward_s}
         return {"batch building": self._batch_s, **inside, "sampling": self._sample_s}
 
-    @torch.inference_mode()
     def run(self, step: StepInput, slots: SlotArrays) -> StepOutput:
         """Compute one step. Rows whose logits are not finite get token -2; the others are not affected.
 
         Raises ValueError on a step that names blocks or positions which do not exist.
         """
+        return self.begin(step, slots).wait()
+
+    @torch.inference_mode()
+    def begin(self, step: StepInput, slots: SlotArrays) -> Pending:
+        """The part of `run` that does not wait for a device; raises what `run` does."""
         for source, target in step.copies:
             self._kv.copy(source, target)
-        output = StepOutput(tokens=np.full(len(step.slots), -1, np.int32))
         if not len(step.slots):
-            return output
+            return Computed(StepOutput(np.zeros(0, np.int32)))
         begun = time.perf_counter()
         batch = build_batch(step, slots, self._kv.block_tokens)
         if int(batch.block_table.max()) >= self._kv.blocks:
             raise ValueError(f"block {batch.block_table.max()} of {self._kv.blocks}")
         built = time.perf_counter()
-        logits, tokens = self._decoder.forward(batch), None
+        logits = self._decoder.forward(batch)
+        pending: Pending | None = None
         if isinstance(self._decoder, CudaDecoder):
-            tokens = self._decoder.drawn(logits, step, slots)
-            logits = logits if tokens is not None else OnTheWay(logits).wait()
-        computed = time.perf_counter()
-        if tokens is not None:
-            self._take(output, batch, np.flatnonzero(step.samples), tokens)
-        else:
-            output.prompt_logprobs = _prompt_logprobs(logits, batch, step, slots)
-            self._sample(logits, batch, step, slots, output)
+            tokens = self._decoder.begin_draw(logits, step, slots)
+            drawn = tokens is not None
+            pending = _OnDevice(self, step, slots, batch, tokens or OnTheWay(logits), drawn)
         self._batch_s += built - begun
-        self._forward_s += computed - built
-        self._sample_s += time.perf_counter() - computed
+        self._forward_s += time.perf_counter() - built
+        return pending or Computed(self._sampled(logits, batch, step, slots))
+
+    @torch.inference_mode()
+    def finish(self, pending: "_OnDevice") -> StepOutput:
+        """The rest of a step that a device was given."""
+        begun = time.perf_counter()
+        value = pending.value.wait()
+        self._forward_s += time.perf_counter() - begun
+        step, batch = pending.step, pending.batch
+        if not pending.drawn:
+            return self._sampled(value, batch, step, pending.slots)
+        output = StepOutput(np.full(len(step.slots), -1, np.int32))
+        self._take(output, batch, np.flatnonzero(step.samples), value.numpy().astype(np.int32))
         return output
 
     def close(self) -> None:
@@ -141,18 +158,23 @@ class TorchExecutor:
         self.__dict__.pop("_decoder", None)
         self.__dict__.pop("_kv", None)
 
-    def _sample(
-        self, logits: torch.Tensor, batch: RaggedBatch, step: StepInput, slots: SlotArrays, output: StepOutput
-    ) -> None:
+    def _sampled(
+        self, logits: torch.Tensor, batch: RaggedBatch, step: StepInput, slots: SlotArrays
+    ) -> StepOutput:
+        """What the host makes of the logits [len(batch.logit_tokens), vocab] of a step."""
+        begun = time.perf_counter()
+        output = StepOutput(np.full(len(step.slots), -1, np.int32))
+        output.prompt_logprobs = _prompt_logprobs(logits, batch, step, slots)
         sampled = np.flatnonzero(step.samples)
-        if not len(sampled):
-            return
-        last = np.searchsorted(batch.logit_tokens, batch.row_start[1:][sampled] - 1)
-        chosen = logits if len(last) == len(logits) else logits[torch.from_numpy(last)]
-        rows = _sample_rows(slots, step.slots[sampled])
-        tokens, logprobs = sample(chosen, rows, self._decoder.scan)
-        output.logprobs = {int(sampled[i]): found for i, found in logprobs.items()}
-        self._take(output, batch, sampled, tokens)
+        if len(sampled):
+            last = np.searchsorted(batch.logit_tokens, batch.row_start[1:][sampled] - 1)
+            chosen = logits if len(last) == len(logits) else logits[torch.from_numpy(last)]
+            rows = _sample_rows(slots, step.slots[sampled])
+            tokens, logprobs = sample(chosen, rows, self._decoder.scan)
+            output.logprobs = {int(sampled[i]): found for i, found in logprobs.items()}
+            self._take(output, batch, sampled, tokens)
+        self._sample_s += time.perf_counter() - begun
+        return output
 
     def _take(self, output: StepOutput, batch: RaggedBatch, sampled: NDArray[np.intp], tokens: I32) -> None:
         output.tokens[sampled] = tokens
@@ -161,6 +183,28 @@ class TorchExecutor:
             blocks = batch.block_table[row]
             for block in blocks[blocks >= 0]:
                 self._kv.data[int(block)].nan_to_num_(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """`Pending` step of a device: its tokens on their way if they were `drawn` there, else its logits."""
+
+    executor: TorchExecutor
+    step: StepInput
+    slots: SlotArrays
+    batch: RaggedBatch
+    value: OnTheWay
+    drawn: bool
+
+    @property
+    def feeds(self) -> bool:
+        return self.drawn or not self.step.samples.any()
+
+    def ready(self) -> bool:
+        return self.value.ready()
+
+    def wait(self) -> StepOutput:
+        return self.executor.finish(self)
 
 
 def _sample_rows(slots: SlotArrays, which: I32) -> list[SampleRow]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.cuda.attention import Attend, choose_attention
-from services.worker.engine.cuda.draw import OnTheWay, PlainDraw, PlainDraws, draw_plain
+from services.worker.engine.cuda.draw import OnTheWay, PlainDraw, PlainDraws, draw_plain, upload
 from services.worker.engine.cuda.inputs import (
     BUCKETS,
     StepInputs,
@@ -29,7 +29,7 @@ from services.worker.engine.kvcache import KvCache
 from services.worker.engine.rope import rope_tables
 from services.worker.engine.sampler import scan_rows
 from services.worker.engine.weights import LayerWeights, ModelFolder
-from services.worker.step import I32, SlotArrays, StepInput
+from services.worker.step import SlotArrays, StepInput
 
 FED_SLOTS = 4096
 """Slots whose last token is kept on the device."""
@@ -94,25 +94,23 @@ class CudaDecoder:
         wanted = batch.logit_tokens
         if len(wanted) == batch.rows:
             return logits[: batch.rows]
-        return logits[torch.from_numpy(wanted).to(self._device, torch.int64, non_blocking=True)]
+        return logits[upload(torch.from_numpy(wanted.astype(np.int64)), self._device)]
 
-    def drawn(self, logits: torch.Tensor, step: StepInput, slots: SlotArrays) -> I32 | None:
+    def begin_draw(self, logits: torch.Tensor, step: StepInput, slots: SlotArrays) -> OnTheWay | None:
         """Tokens of the step's sampling rows, drawn here; None if some row's sampling needs the host.
 
         `logits` are those of the step, no more.
         """
         plan = self._plans.of(step, slots)
-        return None if plan is None else OnTheWay(self.draw(logits, plan)).wait().numpy().astype(np.int32)
+        return None if plan is None else OnTheWay(self.draw(logits, plan))
 
     def draw(self, logits: torch.Tensor, plan: PlainDraw) -> torch.Tensor:
         """The tokens of `draw_plain`, on the device; the device remembers them as each slot's last."""
         if plan.slots.max() >= FED_SLOTS:
             raise ValueError(f"slot {plan.slots.max()}: a CUDA device holds {FED_SLOTS}; lower --max-slots")
         tokens = draw_plain(logits, plan)
-        slots = torch.from_numpy(plan.slots.astype(np.int64))
-        if self._cuda:
-            slots = slots.pin_memory()
-        self._last[slots.to(self._device, non_blocking=True)] = tokens.clamp(min=0)
+        slots = upload(torch.from_numpy(plan.slots.astype(np.int64)), self._device)
+        self._last[slots] = tokens.clamp(min=0)
         return tokens
 
     def _warm(self) -> None:

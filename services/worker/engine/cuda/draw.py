@@ -43,7 +43,8 @@ class PlainDraws:
         sampled = rows[step.samples]
         if not len(sampled) or not self._plain[rows].all():
             return None
-        index = slots.known[sampled] - slots.prompt_len[sampled]
+        # Known or on their way: all ids of a row that samples are computed by this step.
+        index = (step.starts + step.counts)[step.samples] - slots.prompt_len[sampled]
         choices = slots.choice[sampled].astype(np.uint64)
         drawn = uniforms(self._seed[sampled], choices, index.astype(np.uint64))
         return PlainDraw(sampled, self._temperature[sampled], drawn)
@@ -83,7 +84,7 @@ def draw_plain(logits: torch.Tensor, plan: PlainDraw) -> torch.Tensor:
     if plan.temperature.any():
         # Rows that take the most likely token go through as well, at temperature 1.
         numbers = np.stack([plan.temperature, plan.uniform])
-        temperature, uniform = _upload(torch.from_numpy(numbers), logits.device)
+        temperature, uniform = upload(torch.from_numpy(numbers), logits.device)
         warm = torch.where(temperature > 0, temperature, 1.0).float()
         below = (logits - high[:, None]) / warm[:, None]
         ends = below.exp().double().cumsum(dim=-1)
@@ -103,12 +104,18 @@ class OnTheWay:
     """
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._host, self._arrived = value, None
-        if value.device.type == "cuda":
+        self._arrived: torch.cuda.Event | None = None
+        if value.device.type != "cuda":
+            self._host = value.clone()
+        else:
             self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._host.copy_(value, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
+
+    def ready(self) -> bool:
+        """`wait` would return at once."""
+        return self._arrived is None or bool(self._arrived.query())
 
     def wait(self) -> torch.Tensor:
         """The copy, on the CPU."""
@@ -117,5 +124,6 @@ class OnTheWay:
         return self._host
 
 
-def _upload(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def upload(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`value`, of the host, on the device; nobody waits."""
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
