@@ -142,6 +142,21 @@ def test_a_row_with_broken_numbers_ends_alone(kernels, tmp_path):
     assert all(run.tokens == alone for run in driver.generate([fine] * rows, [greedy(4)] * rows))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_what_a_broken_prompt_left_in_blocks_harms_nobody_who_is_next(kernels, deterministic, tmp_path):
+    save_tiny("llama", tmp_path, broken_token=7)
+    executor = executor_for(tmp_path, kernels, block_tokens=8, deterministic=deterministic)
+    healthy = [3, 4, 5, 6, 9, 10, 11, 12, 13, 14, 15]
+    alone = Driver(executor).generate([healthy], [greedy(4)])[0].tokens
+    driver = Driver(executor)
+    driver.admit(0, [7] * 40, greedy(4))
+    driver.step({0: 30})  # given up before it draws anything
+    driver.release(0)
+    assert not torch.isfinite(executor.kv.data).all()
+    assert driver.generate([healthy], [greedy(4)])[0].tokens == alone
+
+
 def test_a_step_that_names_missing_blocks_is_refused(tmp_path):
     save_tiny("llama", tmp_path)
     driver = Driver(executor_for(tmp_path, "torch"))

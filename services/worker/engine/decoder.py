@@ -108,6 +108,8 @@ class TorchDecoder:
         positions = d.index(batch.positions)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         write = d.index(batch.write_block), d.index(batch.write_offset)
+        # What the block's last owner left may be no number, and what is masked is multiplied all the same.
+        self._kv.data[d.index(batch.write_block[batch.write_offset == 0])] = 0.0
         attend = EachTokenAlone(c, self._kv, batch) if self._alone else self._attention(batch)
         by_token = self._by_token
         x = self._embed[d.index(batch.tokens)]
