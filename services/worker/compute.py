@@ -41,9 +41,9 @@ class BrokenSession:
     fault: FrameFault
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Begun:
-    """A frame that was applied and handed to the executor, and has to be finished."""
+    """A frame that was applied and handed to the executor, and has to be finished. Not frozen: that costs."""
 
     frame: Step
     arrived: float

@@ -58,6 +58,13 @@ class BlockHashes:
         else:
             del self._copies[block_hash]
 
+    def forget_each(self, blocks: list[int]) -> None:
+        """`forget` for a few."""
+        of_block = self._of_block
+        for block in blocks:
+            if of_block[block] is not None:
+                self.forget(block)
+
     def forget_all(self, blocks: NDArray[np.int32]) -> None:
         """`forget` for many; most blocks handed out held nothing that anybody could find."""
         for block in blocks[self._hashed[blocks]].tolist():

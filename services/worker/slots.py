@@ -40,8 +40,8 @@ class AppliedStep(StepInput):
     """`slots` once more, as numpy indexes fastest."""
     ends: I32
     """How many ids of each row's slot are computed after it."""
-    full: NDArray[np.bool_]
-    """Rows that draw the last id their length allows."""
+    full: NDArray[np.bool_] | None
+    """Rows that draw the last id their length allows; None if there are none."""
     decodes: NDArray[np.bool_] | None
     """Rows that compute a drawn id, not a prompt; None: all of them, and all of them draw another."""
     idle: int
@@ -160,8 +160,8 @@ class Batch:
     def commit(self, step: AppliedStep, output: StepOutput) -> StepResult:
         """Advance the batch by what the executor computed."""
         result = StepResult(stopped=step.rejected)
-        for block in step.given:
-            self.hashes.forget(block)
+        if step.given:
+            self.hashes.forget_each(step.given)
         if self._idle != step.idle:
             step, output = self._without_stopped(step, output)
         rows, ends, tokens = step.rows, step.ends, output.tokens
@@ -177,7 +177,8 @@ class Batch:
         if drawn is None:
             self._append(rows, ends, tokens, full, result)
         else:
-            self._append(rows[drawn], ends[drawn], tokens[drawn], full[drawn], result)
+            full = None if full is None else full[drawn]
+            self._append(rows[drawn], ends[drawn], tokens[drawn], full, result)
         for row, of in output.logprobs.items():
             result.logprobs.append(SlotLogprobs(int(rows[row]), of.chosen, of.top))
         for row, of_prompt in output.prompt_logprobs.items():
@@ -236,12 +237,12 @@ class Batch:
             rejected=rejected,
         )
 
-    def _advance(self, rows: Rows, ends: I32) -> NDArray[np.bool_]:
-        """Ids below `ends` count as computed; the rows whose sequence ends with the id they draw."""
+    def _advance(self, rows: Rows, ends: I32) -> NDArray[np.bool_] | None:
+        """Ids below `ends` count as computed; which rows' sequences end with the id they draw."""
         self.arrays.computed[rows] = ends
-        # Below its limit by its known ids, a row that does not draw is never full.
-        full = self._stops.full(rows, ends + 1)
-        if full.any():
+        # A row that does not draw is below its limit even with all its known ids.
+        full = self._stops.full(rows, ends)
+        if full is not None:
             ending = rows[full]
             self._decoding[ending] = False
             self._closed[ending] = True
@@ -357,7 +358,7 @@ class Batch:
             samples=step.samples[kept],
             rows=step.rows[kept],
             ends=step.ends[kept],
-            full=step.full[kept],
+            full=None if step.full is None else step.full[kept],
             decodes=None if step.decodes is None else step.decodes[kept],
         )
         logprobs = {int(number[row]): of for row, of in output.logprobs.items() if kept[row]}
@@ -376,7 +377,7 @@ class Batch:
         return drawn
 
     def _append(
-        self, rows: Rows, positions: I32, tokens: I32, full: NDArray[np.bool_], result: StepResult
+        self, rows: Rows, positions: I32, tokens: I32, full: NDArray[np.bool_] | None, result: StepResult
     ) -> None:
         """The drawn tokens become ids number `positions` of their slots."""
         self.arrays.tokens[rows, positions] = tokens

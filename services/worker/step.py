@@ -123,7 +123,7 @@ class Pending(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Computed:
     """`Pending` whose result is there."""
 

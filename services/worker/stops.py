@@ -1,7 +1,6 @@
 """When a sequence ends: at its length, or at a stop id once it has its `min_tokens`. Pure, over all slots."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -20,8 +19,8 @@ class StopRules:
 
     def __init__(self, shape: BatchShape) -> None:
         self._max_len = shape.max_len
-        self._limit = np.zeros(shape.max_slots, np.int32)
-        # the sequence ends when it has this many ids
+        self._last = np.zeros(shape.max_slots, np.int32)
+        # position of the last id that the sequence's length allows
         self._ids: list[frozenset[int]] = [frozenset()] * shape.max_slots
         self._counts_from = np.zeros(shape.max_slots, np.int32)
         # stop ids count from this position on (min_tokens)
@@ -33,7 +32,7 @@ class StopRules:
     def watch(self, admit: Admit, limit: int) -> None:
         """The sequence has at most `limit` ids; all of it was checked."""
         slot, sampling = admit.slot, admit.sampling
-        self._limit[slot] = limit
+        self._last[slot] = limit - 1
         self._counts_from[slot] = min(admit.prompt_len + max(0, sampling.min_tokens), self._max_len)
         self._ids[slot] = frozenset(sampling.stop_token_ids)
         for token in self._ids[slot]:
@@ -53,22 +52,26 @@ class StopRules:
         self._watched.fill(False)
         self._ids[:] = [frozenset()] * len(self._ids)
 
-    def full(self, rows: Rows, lengths: I32) -> NDArray[np.bool_]:
-        """Which of these slots end with so many ids. That is known before the last one is drawn."""
-        return lengths >= self._limit[rows]
+    def full(self, rows: Rows, positions: I32) -> NDArray[np.bool_] | None:
+        """Which of these slots end with their ids at `positions`, whatever those are; None if none does."""
+        full = positions >= self._last[rows]
+        return full if full.any() else None
 
     def found(
-        self, slots: list[int], positions: I32, tokens: I32, full: NDArray[np.bool_]
-    ) -> Iterator[tuple[int, StopReason]]:
+        self, slots: list[int], positions: I32, tokens: I32, full: NDArray[np.bool_] | None
+    ) -> list[tuple[int, StopReason]]:
         """Slots that end with `tokens` at `positions`, and why; a stop id wins over the length."""
-        if not self._watchers:
-            if full.any():
-                for row in full.nonzero()[0].tolist():
-                    yield slots[row], "length"
-            return
-        for row in (full | self._watched[tokens]).nonzero()[0].tolist():
+        if self._watchers:
+            ended = self._watched[tokens] if full is None else self._watched[tokens] | full
+        elif full is not None:
+            ended = full
+        else:
+            return []
+        found: list[tuple[int, StopReason]] = []
+        for row in ended.nonzero()[0].tolist():
             slot = slots[row]
             if int(tokens[row]) in self._ids[slot] and positions[row] >= self._counts_from[slot]:
-                yield slot, "stop"
-            elif full[row]:
-                yield slot, "length"
+                found.append((slot, "stop"))
+            elif full is not None and full[row]:
+                found.append((slot, "length"))
+        return found
