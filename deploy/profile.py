@@ -43,6 +43,8 @@ def engine(
 
     Measure on an idle machine: the figures are those of this moment.
     """
+    if plot is not None and not plot.parent.is_dir():
+        _fail(f"--plot {plot}: there is no folder {plot.parent}")
     try:
         folder = resolve(model).path
     except ModelError as error:

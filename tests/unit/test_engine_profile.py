@@ -51,6 +51,12 @@ def test_a_workload_that_does_not_fit_is_refused_with_what_would_help(folder):
         profile_engine(folder, options, (Workload("decode, batch 32", 32, 250, 1),), seconds=0.01)
 
 
+def test_a_model_of_short_sequences_is_refused_by_its_length_not_for_want_of_memory(folder):
+    options = EngineOptions(kv_bytes=16 << 20, measure_s=0.0)
+    with pytest.raises(ValueError, match="this model's have up to 256"):
+        profile_engine(folder, options, (Workload("decode", 1, 300, 1),), seconds=0.01)
+
+
 def test_the_command_prints_one_json_object_and_the_plot_is_drawn(folder, tmp_path, capsys):
     options = ["--kv-memory", "16MiB", "--seconds", "0.05", "--dtype", "float32"]
     assert profile.main([str(folder), *options], WORKLOADS) == 0
@@ -65,3 +71,18 @@ def test_a_folder_that_is_no_model_ends_the_command_with_the_reason(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "config.json" in done.stderr
+
+
+def test_a_plot_that_cannot_be_put_down_is_refused_before_anything_is_measured(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.cli",
+        "profile",
+        "engine",
+        "--plot",
+        str(tmp_path / "no" / "x.png"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"there is no folder {tmp_path / 'no'}" in done.stderr

@@ -149,8 +149,14 @@ class _Rig:
         blocks = min(self._info.blocks_total // w.rows, self._info.max_len // size)
         most = blocks * size - w.context - 1
         if most < w.count + _WARM_UP:
+            needed = w.context + w.count + _WARM_UP + 1
+            if self._info.max_len // size <= blocks:
+                raise ValueError(
+                    f"{w.name} needs sequences of {needed} tokens, and this model's have up to "
+                    f"{self._info.max_len}; measure one with a longer context"
+                )
             raise ValueError(
-                f"{w.name} needs {w.rows} × {w.context + w.count + _WARM_UP + 1} tokens of KV, but there is "
+                f"{w.name} needs {w.rows} × {needed} tokens of KV, but there is "
                 f"room for {w.rows} × {blocks * size}; raise --kv-memory"
             )
         self._compute.begin()
