@@ -76,7 +76,7 @@ class FakeBackend:
 
     @property
     def running(self) -> int:
-        """Sequences of clients' requests; a gateway's own canary, which may come at any time, doesn't count."""
+        """Sequences of clients' requests; a gateway's canary, which comes at any time, doesn't count."""
         return sum(not seq.submit.request_id.startswith("canary") for seq in self._seqs.values())
 
     async def __aenter__(self) -> "FakeBackend":

@@ -25,6 +25,14 @@ for n, k, m in ((1, 1, 1), (33, 7, 5), (16, 321, 8), (200, 700, 230), (17, 640, 
         kernels.pack(torch.randn(n, k), form, torch.randn(n)).multiply(torch.randn(m, k))
 for rows, size in ((1, 1), (3, 17), (2, 64)):
     kernels.scan(np.random.randn(rows, size).astype(np.float32))
+from services.worker.engine.draw import DRAW
+for size, scale in ((1, 1), (17, 3), (256, 1), (5000, 0.1)):
+    values = (np.random.randn(6, size) * scale).astype(np.float32)
+    draws = np.zeros(6, DRAW)
+    draws["row"], draws["largest"], draws["temperature"] = np.arange(6), values.argmax(1), 0.7
+    draws["top_p"], draws["top_k"] = (1, 0.9, 1, 0.9, 1, 0), (0, 0, 3, 7, 0, 0)
+    draws["min_p"], draws["uniform"] = (0, 0, 0, 0.01, 1, 0), (0, 0.5, 0.999999, 0.3, 0.9, 0.1)
+    kernels.draw(values, draws)
 from services.worker.engine.native.attention import attend
 for block_tokens, dim, group, lengths, counts in (
     (1, 16, 1, (5, 40), (5, 1)), (4, 48, 7, (70, 300), (20, 3)), (16, 64, 3, (1300, 17, 256), (1, 17, 40)),

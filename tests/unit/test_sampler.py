@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from services.worker.engine.sampler import NOT_FINITE, SampleRow, keep, sample  # noqa: E402
+from services.worker.engine.draw import keep  # noqa: E402
+from services.worker.engine.sampler import NOT_FINITE, SampleRow, sample  # noqa: E402
 from services.worker.engine.uniform import uniforms  # noqa: E402
 from shared.wire import Sampling  # noqa: E402
 
@@ -122,7 +123,8 @@ def test_filters_keep_what_sorting_everything_keeps(values, sampling):
     scaled = (np.array(values, np.float32) - np.float32(max(values))) / np.float32(
         sampling.temperature or 1.0
     )
-    kept = keep(scaled, sampling, float(np.exp(scaled, dtype=np.float64).sum()))
+    filters = sampling.top_k, sampling.top_p, sampling.min_p
+    kept = keep(scaled, *filters, float(np.exp(scaled, dtype=np.float64).sum()))
     expected = oracle_kept(scaled.tolist(), Sampling(**{**as_dict(sampling), "temperature": 1.0}))
     assert (list(range(len(values))) if kept is None else kept.tolist()) == expected
 
@@ -134,8 +136,7 @@ def as_dict(sampling: Sampling) -> dict:
 def test_a_wide_nucleus_is_found_beyond_the_first_guess():
     values = np.random.default_rng(0).normal(size=20000).astype(np.float32)
     values -= values.max()
-    sampling = Sampling(max_tokens=1, top_p=0.95)
-    kept = keep(values, sampling, float(np.exp(values, dtype=np.float64).sum()))
+    kept = keep(values, 0, 0.95, 0.0, float(np.exp(values, dtype=np.float64).sum()))
     order = np.argsort(-values, kind="stable")
     mass = np.cumsum(np.exp(values[order], dtype=np.float64))
     assert sorted(order[: int(np.searchsorted(mass, 0.95 * mass[-1])) + 1]) == kept.tolist()

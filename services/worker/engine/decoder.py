@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.device import Device, Linear
+from services.worker.engine.draw import draw_rows
 from services.worker.engine.invariant import EachTokenAlone, Rowwise, at_once, by_tiles, check_places
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.native.decoder import PHASES
 from services.worker.engine.rope import rope_tables
 from services.worker.engine.sampler import scan_rows
 from services.worker.engine.weights import LayerWeights, ModelFolder
+from services.worker.step import I32
 
 
 class Decoder(Protocol):
@@ -31,6 +33,10 @@ class Decoder(Protocol):
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """`sampler.Scan` of logits, as fast as this path can."""
+        ...
+
+    def draw_rows(self, values: NDArray[np.float32], draws: NDArray[np.void]) -> I32:
+        """`draw.DrawRows` of logits, as fast as this path can."""
         ...
 
     def detail(self) -> dict[str, str]:
@@ -88,6 +94,9 @@ class TorchDecoder:
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         return scan_rows(values)
+
+    def draw_rows(self, values: NDArray[np.float32], draws: NDArray[np.void]) -> I32:
+        return draw_rows(values, draws)
 
     def detail(self) -> dict[str, str]:
         return {"kernels": "torch"}

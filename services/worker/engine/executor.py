@@ -170,7 +170,7 @@ class TorchExecutor:
             last = np.searchsorted(batch.logit_tokens, batch.row_start[1:][sampled] - 1)
             chosen = logits if len(last) == len(logits) else logits[torch.from_numpy(last)]
             rows = _sample_rows(slots, step.slots[sampled])
-            tokens, logprobs = sample(chosen, rows, self._decoder.scan)
+            tokens, logprobs = sample(chosen, rows, self._decoder.scan, self._decoder.draw_rows)
             output.logprobs = {int(sampled[i]): found for i, found in logprobs.items()}
             self._take(output, batch, sampled, tokens)
         self._sample_s += time.perf_counter() - begun

@@ -25,11 +25,12 @@ from services.worker.engine.cuda.inputs import (
     unpack,
 )
 from services.worker.engine.decoder import rotate
+from services.worker.engine.draw import draw_rows
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.rope import rope_tables
 from services.worker.engine.sampler import scan_rows
 from services.worker.engine.weights import LayerWeights, ModelFolder
-from services.worker.step import SlotArrays, StepInput
+from services.worker.step import I32, SlotArrays, StepInput
 
 FED_SLOTS = 4096
 """Slots whose last token is kept on the device."""
@@ -82,6 +83,9 @@ class CudaDecoder:
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         return scan_rows(values)
+
+    def draw_rows(self, values: NDArray[np.float32], draws: NDArray[np.void]) -> I32:
+        return draw_rows(values, draws)
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits [len(batch.logit_tokens), vocab], float32 on the device; the next call overwrites them."""

@@ -1,4 +1,7 @@
-"""The structs of `src/decoder.cpp`, `src/matrix.h` and `src/int8.h`, field for field."""
+"""The structs of `src/decoder.cpp`, `src/matrix.h`, `src/int8.h`, field for field.
+
+That of `src/draw.h` is `services.worker.engine.draw.DRAW`.
+"""
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
@@ -128,4 +131,6 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hortator_attend.restype = None
     library.hortator_scan.argtypes = [Pointer, Pointer, c_int64, c_int64, c_int64, Pointer, Pointer]
     library.hortator_scan.restype = None
+    library.hortator_draw.argtypes = [Pointer, Pointer, c_int64, c_int64, Pointer, c_int64, Pointer]
+    library.hortator_draw.restype = None
     return library

@@ -14,6 +14,7 @@ from services.worker.engine.memory import Arena, room
 from services.worker.engine.native import abi, build
 from services.worker.engine.rope import rope_tables
 from services.worker.engine.weights import LayerWeights, ModelFolder
+from services.worker.step import I32
 
 PANEL = 16
 _MAX_GROUP = 256
@@ -53,6 +54,14 @@ class Kernels:
         to = finite.ctypes.data, best.ctypes.data
         self.library.hortator_scan(self.team, values.ctypes.data, rows, size, stride, *to)
         return finite, best
+
+    def draw(self, values: NDArray[np.float32], draws: NDArray[np.void]) -> I32:
+        """`services.worker.engine.draw.DrawRows`, rows side by side on the team's threads."""
+        tokens = np.empty(len(draws), np.int64)
+        stride = values.strides[0] // values.itemsize
+        what = values.ctypes.data, values.shape[1], stride, draws.ctypes.data, len(draws)
+        self.library.hortator_draw(self.team, *what, tokens.ctypes.data)
+        return tokens.astype(np.int32)
 
 
 class PackedMatrix:
@@ -165,6 +174,9 @@ class NativeDecoder:
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         return self._kernels.scan(values)
+
+    def draw_rows(self, values: NDArray[np.float32], draws: NDArray[np.void]) -> I32:
+        return self._kernels.draw(values, draws)
 
     def spent(self) -> dict[str, float]:
         """Seconds of every pass so far by kind of work."""

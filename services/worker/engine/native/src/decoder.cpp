@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "draw.h"
 #include "elementwise.h"
 #include "gemm.h"
 #include "team.h"
@@ -248,6 +249,15 @@ void hortator_scan(Team* team, const float* values, int64_t rows, int64_t size, 
         best[r] = finite[r] ? std::find(row, row + size, top) - row : 0;
     };
     team->run([&](int) { team->each(rows, scan_row); });
+}
+
+// tokens[i] of draws[i] from values [rows, ld], of which `size` are logits.
+void hortator_draw(Team* team, const float* values, int64_t size, int64_t ld, const Draw* draws, int64_t count,
+                   int64_t* tokens) {
+    team->run([&](int member) {
+        Drawer drawer(size, team->scratch(member, Drawer::floats(size)));
+        team->each(count, [&](int64_t i) { tokens[i] = drawer.draw(values + draws[i].row * ld, draws[i]); });
+    });
 }
 
 }  // extern "C"
