@@ -1,6 +1,7 @@
 """Which model folders are understood, and that every other one is refused by name."""
 
 import copy
+import math
 
 import pytest
 
@@ -119,6 +120,20 @@ def test_a_sliding_window_that_never_slides_is_served():
         ("vocab_size", None),
         ("head_dim", 63),
         ("model_type", "mixtral"),
+        ("architectures", 5),
+        ("architectures", "LlamaForCausalLM"),
+        ("architectures", [["LlamaForCausalLM"]]),
+        ("layer_types", 5),
+        ("sliding_window", "4096"),
+        ("num_hidden_layers", 2.5),
+        ("hidden_size", math.inf),
+        ("rms_norm_eps", math.nan),
+        ("rope_theta", math.inf),
+        ("rope_theta", True),
+        ("rope_scaling", [2]),
+        ("tie_word_embeddings", "false"),
+        ("attention_bias", "no"),
+        ("max_position_embeddings", 10**12),
     ],
 )
 def test_what_would_change_the_maths_is_refused_by_name(key, value):
@@ -138,8 +153,21 @@ def test_what_would_change_the_maths_is_refused_by_name(key, value):
         ({"rope_type": "llama3", "factor": 8.0}, "high_freq_factor"),
         (LLAMA3 | {"attention_factor": 2.0}, "attention_factor"),
         ({"rope_type": "default", "partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        (LLAMA3 | {"factor": 0}, "rope_scaling.factor"),
+        (LLAMA3 | {"factor": "8"}, "rope_scaling.factor"),
+        (LLAMA3 | {"low_freq_factor": math.nan}, "low_freq_factor"),
+        (LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 4.0}, "low_freq_factor must be below"),
     ],
 )
 def test_unknown_position_scaling_is_refused_by_name(scaling, named):
     with pytest.raises(UnsupportedModel, match=named):
         parse(rope_scaling=scaling)
+
+
+def test_scaling_under_the_old_key_beside_the_new_one_is_not_overlooked():
+    """transformers lets the old key win, which people add to a folder that has the new one."""
+    linear = {"type": "linear", "factor": 2.0}
+    for new in ({}, {"rope_type": "default", "rope_theta": 1e4}, LLAMA3):
+        with pytest.raises(UnsupportedModel, match="rope_scaling"):
+            parse(rope_parameters=new, rope_scaling=linear)
+    assert parse(rope_parameters=LLAMA3, rope_scaling=LLAMA3) == parse(rope_scaling=LLAMA3)

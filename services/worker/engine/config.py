@@ -4,6 +4,7 @@ Every key is either understood, known not to change the maths of inference, or r
 would be computed wrongly must not start.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,10 @@ _ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_facto
 _LLAMA3_KEYS = frozenset(
     {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 )
+
+
+_MOST_TOKENS = 1 << 24
+"""Context that no model comes near: beyond it lies damage, and tables of its size would fill the memory."""
 
 
 class UnsupportedModel(ValueError):
@@ -137,9 +142,14 @@ def parse_config(raw: Mapping[str, Any], source: str, max_len: int | None = None
             value = default
         if value is None:
             raise UnsupportedModel(source, key, None, "the key is missing; take the config.json of the model")
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise UnsupportedModel(source, key, value, "a positive number is needed")
+        _check_number(source, key, value, whole=kind is int)
         return kind(value)
+
+    def flag(key: str) -> bool:
+        value = raw.get(key)
+        if value not in (True, False, None):
+            raise UnsupportedModel(source, key, value, "true or false is needed")
+        return bool(value)
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     kv_heads = number("num_key_value_heads", default=heads)
@@ -156,9 +166,13 @@ def parse_config(raw: Mapping[str, Any], source: str, max_len: int | None = None
         raise UnsupportedModel(source, "head_dim", head_dim, "rotary embedding needs an even head size")
     trained = number("max_position_embeddings")
     served = min(trained, max_len) if max_len is not None else trained
+    if served > _MOST_TOKENS:
+        raise UnsupportedModel(
+            source, "max_position_embeddings", trained, f"serve at most {_MOST_TOKENS} tokens (--max-len)"
+        )
     _check_window(raw, source, served)
     theta, llama3 = _rope(raw, source)
-    bias = bool(raw.get("attention_bias"))
+    bias = flag("attention_bias")
     return ModelConfig(
         family=family,
         vocab_size=number("vocab_size"),
@@ -170,7 +184,7 @@ def parse_config(raw: Mapping[str, Any], source: str, max_len: int | None = None
         head_dim=head_dim,
         norm_eps=number("rms_norm_eps", float, 1e-6),
         max_len=served,
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        tied=flag("tie_word_embeddings"),
         rope_theta=theta,
         rope_llama3=llama3,
         qkv_bias=bias or family == "qwen2",
@@ -180,7 +194,7 @@ def parse_config(raw: Mapping[str, Any], source: str, max_len: int | None = None
 
 
 def _family(raw: Mapping[str, Any], source: str) -> str:
-    names = raw.get("architectures") or []
+    names = _texts(raw, "architectures", source)
     known = ", ".join(ARCHITECTURES)
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         raise UnsupportedModel(source, "architectures", names, f"this engine computes {known}")
@@ -188,6 +202,19 @@ def _family(raw: Mapping[str, Any], source: str) -> str:
     if raw.get("model_type", family) != family:
         raise UnsupportedModel(source, "model_type", raw["model_type"], f"architectures says {names[0]}")
     return family
+
+
+def _texts(raw: Mapping[str, Any], key: str, source: str) -> list[str]:
+    found = raw.get(key) or []
+    if not isinstance(found, list) or any(not isinstance(text, str) for text in found):
+        raise UnsupportedModel(source, key, found, "a list of names is needed")
+    return found
+
+
+def _check_number(source: str, key: str, value: Any, whole: bool = False) -> None:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not usable or value <= 0 or (whole and value % 1):
+        raise UnsupportedModel(source, key, value, f"a positive {'whole ' * whole}number is needed")
 
 
 def _check_key(key: str, value: object, source: str) -> None:
@@ -209,6 +236,8 @@ def _check_window(raw: Mapping[str, Any], source: str, served: int) -> None:
     window = raw.get("sliding_window")
     if "use_sliding_window" in raw and not raw["use_sliding_window"]:
         window = None
+    if window is not None:
+        _check_number(source, "sliding_window", window, whole=True)
     if window is not None and window < served:
         raise UnsupportedModel(
             source,
@@ -216,7 +245,7 @@ def _check_window(raw: Mapping[str, Any], source: str, served: int) -> None:
             window,
             f"serve at most {window} tokens (--max-len), not {served}",
         )
-    others = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
+    others = sorted(set(_texts(raw, "layer_types", source)) - {"full_attention"})
     if not others:
         return
     reach = raw.get("sliding_window")
@@ -228,8 +257,14 @@ def _check_window(raw: Mapping[str, Any], source: str, served: int) -> None:
 
 def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, Llama3Rope | None]:
     """Base and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    key = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = raw.get(key) or {}
+    if not isinstance(scaling, Mapping):
+        raise UnsupportedModel(source, key, scaling, "an object is needed")
+    if raw.get("rope_scaling") not in (None, {}, scaling):
+        raise UnsupportedModel(
+            source, "rope_scaling", raw["rope_scaling"], "rope_parameters says otherwise; remove one of them"
+        )
     theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "llama3"):
@@ -238,14 +273,19 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, Llama3Rope | None
     for name, value in scaling.items():
         if name not in allowed or (name == "partial_rotary_factor" and value not in (1, 1.0, None)):
             raise UnsupportedModel(source, f"{key}.{name}", value, f"unknown for rope_type {kind}")
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise UnsupportedModel(source, "rope_theta", theta, "a positive number is needed")
+    _check_number(source, "rope_theta", theta)
     if kind == "default":
         return float(theta), None
     missing = sorted(_LLAMA3_KEYS - scaling.keys())
     if missing:
         raise UnsupportedModel(
             source, key, dict(scaling), f"rope_type llama3 also needs {', '.join(missing)}"
+        )
+    for name in _LLAMA3_KEYS:
+        _check_number(source, f"{key}.{name}", scaling[name], whole=name.startswith("original"))
+    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise UnsupportedModel(
+            source, f"{key}.high_freq_factor", scaling["high_freq_factor"], "low_freq_factor must be below it"
         )
     return float(theta), Llama3Rope(
         factor=float(scaling["factor"]),
