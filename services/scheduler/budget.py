@@ -33,6 +33,9 @@ class CostFit:
     DECODE_SAMPLE = 8
     """Of pure decode steps, which come by the thousand, one in this many is looked at."""
 
+    OVERRUN_MOST = 0.3
+    """A step that took longer still says something about the machine, not about the forecast."""
+
     def __init__(self, prefill_tok_s: float, decode_step_s: float) -> None:
         step_s = decode_step_s or 0.05
         token_s = 1.0 / prefill_tok_s if prefill_tok_s else 0.002
@@ -46,6 +49,8 @@ class CostFit:
         self.prefill_tok_s = prefill_tok_s
         self.step_s = step_s
         """Length of recent steps, smoothed."""
+        self.overrun = 0.03
+        """By what share steps with prompts take longer than forecast, on average; shorter ones count as 0."""
 
     def observe(self, timing: StepTiming) -> None:
         """Take one measured step in. Steps that computed nothing teach nothing."""
@@ -54,6 +59,9 @@ class CostFit:
         if run_s <= 0.0 or not decodes + prefill:
             return
         self.step_s += 0.1 * (run_s - self.step_s)
+        if decodes and prefill:
+            beyond = min(max(run_s / self.cost.step_s(decodes, prefill) - 1.0, 0.0), self.OVERRUN_MOST)
+            self.overrun += 0.05 * (beyond - self.overrun)
         if not prefill:
             self._skipped += 1
             if self._skipped % self.DECODE_SAMPLE:
@@ -101,7 +109,12 @@ class BudgetRules:
     """Limits of a step's length, and how far to plan ahead."""
 
     itl_target_s: float = 0.25
-    """Longest gap between tokens that prompts may cause to running sequences."""
+    """Longest gap between tokens that prompts may cause to running sequences, but for one in a hundred."""
+    overruns: float = 6.0
+    """Steps are planned to end by the target even if they overrun by so many times the average: of normally
+    distributed lengths, one in a hundred is beyond."""
+    headroom_most: float = 0.5
+    """Of the planned length at most: on a machine too uneven for that, prompts still have to get on."""
     step_cap_s: float = 0.5
     """No step is planned longer than this, so that busy and hung differ and a cancel bites."""
     turnaround_s: float = 0.003
@@ -113,13 +126,17 @@ class BudgetRules:
     floor_tokens: int = 16
     """Prompt tokens granted whatever decodes take, so that prompts always get on."""
 
-    def prefill_tokens(self, cost: Cost, decodes: int, max_step_tokens: int) -> int:
-        """Prompt tokens the next step may compute beside `decodes` decoding sequences."""
+    def prefill_tokens(self, cost: Cost, decodes: int, max_step_tokens: int, overrun: float = 0.0) -> int:
+        """Prompt tokens the next step may compute beside `decodes` decoding sequences.
+
+        `overrun` as in `CostFit`.
+        """
         used_s = cost.step_s(decodes, 0)
         left_s = self.step_cap_s - used_s
         if decodes:
+            target_s = self.itl_target_s / (1.0 + min(self.overruns * overrun, self.headroom_most))
             share_s = used_s * self.prompt_share / (1.0 - self.prompt_share)
-            left_s = min(left_s, max(self.itl_target_s - used_s, share_s))
+            left_s = min(left_s, max(target_s - used_s, share_s))
         tokens = max(int(left_s / cost.per_token_s), self.floor_tokens)
         return min(tokens, max(1, max_step_tokens - decodes))
 

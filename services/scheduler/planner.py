@@ -92,7 +92,10 @@ class Planner:
         return self._issue(instance, draft, now)
 
     def _budget(self, instance: Instance) -> int:
-        return self.rules.prefill_tokens(instance.fit.cost, instance.decoding, instance.info.max_step_tokens)
+        fit = instance.fit
+        return self.rules.prefill_tokens(
+            fit.cost, instance.decoding, instance.info.max_step_tokens, fit.overrun
+        )
 
     # Running sequences: blocks
 

@@ -93,13 +93,17 @@ class CoreMetrics(Collector):
             "budget_tokens": (
                 "Prompt tokens the next step may compute",
                 lambda i: self._core.rules.budget.prefill_tokens(
-                    i.fit.cost, i.decoding, i.info.max_step_tokens
+                    i.fit.cost, i.decoding, i.info.max_step_tokens, i.fit.overrun
                 ),
             ),
             "cost_fixed_seconds": ("Fitted cost of a step", lambda i: i.fit.cost.fixed_s),
             "cost_decode_seconds": (
                 "Fitted cost of a decoding sequence",
                 lambda i: i.fit.cost.per_decode_s,
+            ),
+            "step_overrun": (
+                "Share by which steps with prompts outlast their forecast",
+                lambda i: i.fit.overrun,
             ),
             "cost_token_seconds": ("Fitted cost of a prompt token", lambda i: i.fit.cost.per_token_s),
         }

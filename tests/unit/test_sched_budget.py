@@ -57,6 +57,19 @@ def test_prompts_get_what_decodes_leave_of_the_target():
     assert tokens == int((0.25 - 0.02 - 0.096) / 0.0016)
 
 
+def test_nearly_all_gaps_keep_the_target_on_a_machine_whose_speed_varies():
+    rules, true, rng = BudgetRules(itl_target_s=0.25), Cost(0.02, 0.003, 0.0016), random.Random(6)
+    fit, gaps = CostFit(600.0, 0.1), []
+    for _ in range(3000):
+        tokens = rules.prefill_tokens(fit.cost, 32, 2048, fit.overrun)
+        measured = timing(true, 32, tokens, rng.gauss(1.0, 0.06))
+        fit.observe(measured)
+        gaps.append(measured.run_us * 1e-6)
+    late = sum(gap > 0.25 for gap in gaps[100:]) / len(gaps[100:])
+    assert late < 0.02
+    assert sum(gaps) / len(gaps) > 0.2
+
+
 def test_without_decodes_a_step_fills_the_cap():
     tokens = BudgetRules().prefill_tokens(Cost(0.02, 0.003, 0.0016), 0, 2048)
     assert tokens == int((0.5 - 0.02) / 0.0016)
