@@ -9,12 +9,26 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from services.worker.engine.draw import keep  # noqa: E402
+from services.worker.engine.draw import draw_rows, keep  # noqa: E402
+from services.worker.engine.native.build import KernelsUnavailable  # noqa: E402
+from services.worker.engine.native.decoder import Kernels  # noqa: E402
 from services.worker.engine.sampler import NOT_FINITE, SampleRow, sample  # noqa: E402
 from services.worker.engine.uniform import uniforms  # noqa: E402
 from shared.wire import Sampling  # noqa: E402
 
 VOCAB = 24
+HISTORY = np.array([1, 2], np.int32)
+
+
+def draws():
+    """Every way to draw that can be had here."""
+    try:
+        return {"numpy": draw_rows, "native": Kernels(2).draw}
+    except KernelsUnavailable:
+        return {"numpy": draw_rows}
+
+
+DRAWS = [pytest.param(draw, id=name) for name, draw in draws().items()]
 
 
 def oracle_logits(logits: list[float], row: SampleRow) -> list[float]:
@@ -201,3 +215,64 @@ def test_stop_ids_cannot_come_before_min_tokens_and_can_afterwards():
     asked = Sampling(max_tokens=9, temperature=0.0, min_tokens=2, stop_token_ids=(7,))
     for output, expected in (([], 0), ([3], 0), ([3, 4], 7)):
         assert sample(logits_of([values]), [row(asked, [1, 7, 7, 7], output)])[0].tolist() == [expected]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.2}])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-40, 1e-7])
+def test_a_temperature_that_vanishes_takes_the_largest(draw, filters, temperature):
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(4))
+    rows = [SampleRow(Sampling(max_tokens=4, temperature=temperature, seed=9, **filters), 0, HISTORY, 1)] * 2
+    tokens, _ = sample(logits.clone(), rows, draw=draw)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize(
+    "wild",
+    [
+        {"temperature": 1e308},
+        {"temperature": 1e308, "logit_bias": [(1, -1e300)]},
+        {"top_p": 0.0},
+        {"top_p": -1.0},
+        {"top_p": 1e9},
+        {"min_p": 5.0},
+        {"min_p": -1.0},
+        {"top_k": -5},
+        {"top_k": 2**63},
+        {"repetition_penalty": 1e300},
+    ],
+    ids=str,
+)
+def test_settings_far_outside_of_their_range_give_a_token_all_the_same(draw, wild):
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(4))
+    row = SampleRow(Sampling(**({"max_tokens": 4, "temperature": 1.0, "seed": 9} | wild)), 0, HISTORY, 1)
+    tokens, _ = sample(logits, [row], draw=draw)
+    assert 0 <= tokens[0] < VOCAB
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "wild",
+    [
+        {"logit_bias": [(0, 1e300)]},
+        {"logit_bias": [(0, 3e38), (0, 3e38)]},
+        {"logit_bias": [(i, -1e300) for i in range(VOCAB)]},
+        {"repetition_penalty": 1e-300},
+        {"frequency_penalty": -1e300},
+        {"min_tokens": 9, "stop_token_ids": list(range(VOCAB))},
+    ],
+    ids=str,
+)
+def test_a_row_whose_settings_leave_no_number_ends_alone(draw, temperature, wild):
+    logits = torch.ones(2, VOCAB)
+    rows = [
+        SampleRow(
+            Sampling(**({"max_tokens": 99, "temperature": temperature, "seed": 9} | more)), 0, HISTORY, 1
+        )
+        for more in (wild, {})
+    ]
+    tokens, _ = sample(logits, rows, draw=draw)
+    assert tokens[0] == NOT_FINITE
+    assert 0 <= tokens[1] < VOCAB

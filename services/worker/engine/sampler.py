@@ -25,6 +25,11 @@ NOT_FINITE = -2
 Scan = Callable[[NDArray[np.float32]], tuple[NDArray[np.bool_], NDArray[np.int64]]]
 """Values [rows, size] → (every value of the row is finite, index of its first maximum)."""
 
+COLDEST = 1e-5
+"""Below this temperature the largest is taken, as in vLLM: float32 could not tell it from a division by 0."""
+
+_HOTTEST = 1e30
+_MOST_IDS = 2**31 - 1
 _MASKED = -np.inf
 
 
@@ -64,10 +69,12 @@ def sample(
     tokens = greedy.astype(np.int32)
     wants = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and finite[i]]
     raw = torch.log_softmax(logits[wants], dim=-1) if wants else None
-    changed = [i for i, row in enumerate(rows) if finite[i] and adjust(values[i], row)]
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite is found below
+        changed = [i for i, row in enumerate(rows) if finite[i] and adjust(values[i], row)]
     for i in changed:
-        tokens[i] = values[i].argmax()
-    drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature > 0]
+        tokens[i] = values[i].argmax()  # NaN counts as largest
+        finite[i] = np.isfinite(values[i, tokens[i]])
+    drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature >= COLDEST]
     if drawn:
         tokens[drawn] = draw(values, _draws(rows, tokens, drawn))
     tokens[~finite] = NOT_FINITE
@@ -105,8 +112,11 @@ def _draws(rows: Sequence[SampleRow], largest: I32, which: Sequence[int]) -> NDA
     draws = np.empty(len(which), DRAW)
     draws["row"], draws["largest"] = which, largest[which]
     samplings = [rows[i].sampling for i in which]
-    for name in ("top_k", "top_p", "min_p", "temperature"):
-        draws[name] = [getattr(s, name) for s in samplings]
+    # Whatever a client sends, nothing is divided by zero, and the largest passes every filter.
+    draws["top_k"] = [min(max(s.top_k, 0), _MOST_IDS) for s in samplings]
+    draws["top_p"] = [s.top_p for s in samplings]
+    draws["min_p"] = [min(s.min_p, 1.0) for s in samplings]
+    draws["temperature"] = [min(s.temperature, _HOTTEST) for s in samplings]
     draws["uniform"] = uniforms(
         np.array([s.seed & (2**64 - 1) for s in samplings], np.uint64),
         np.array([rows[i].choice for i in which], np.uint64),
