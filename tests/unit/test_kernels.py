@@ -252,3 +252,26 @@ def test_two_processes_may_compile_at_once(tmp_path):
     ]
     assert [racer.communicate(timeout=100)[0] for racer in racers] == ["loaded\n", "loaded\n"]
     assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+LEAVE_WITHIN_A_PRODUCT = """
+import threading, time, torch
+from services.worker.engine.formats import FORMATS
+from services.worker.engine.native.decoder import Kernels
+kernels, begun = Kernels(2), threading.Event()
+matrix, x = kernels.pack(torch.randn(512, 512), FORMATS["float32"]), torch.randn(20_000, 512)
+def work():
+    while True:
+        begun.set()
+        matrix.multiply(x)
+threading.Thread(target=work, daemon=True).start()
+begun.wait()
+time.sleep(0.02)
+"""
+
+
+def test_a_process_that_ends_within_a_step_does_not_crash():
+    """The worker does when a step takes longer than it may. It crashed in two of five runs."""
+    for _ in range(3):
+        command = [sys.executable, "-c", LEAVE_WITHIN_A_PRODUCT]
+        assert subprocess.run(command, timeout=60, check=False).returncode == 0

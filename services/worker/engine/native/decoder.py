@@ -34,6 +34,8 @@ class Kernels:
         self.team = self.library.hortator_muster(threads)
         self.close = weakref.finalize(self, self.library.hortator_dismiss, self.team)
         """Ends the team's threads; nothing may be computed afterwards."""
+        # A process may end within a step; its threads go with it, and nobody is left to wait for them.
+        self.close.atexit = False
 
     def pack(
         self,
