@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -197,6 +198,19 @@ def test_a_compiler_that_does_not_compile_is_named_with_what_it_said(
     with pytest.raises(build.KernelsUnavailable, match=words):
         build.ensure()
     assert list(kernel_cache.iterdir()) == []
+
+
+def test_what_a_killed_compilation_left_is_swept_but_not_one_at_work(
+    kernel_cache, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "cc", "echo > $out"))
+    for name, age_s in (("compiling-old", 10_000), ("compiling-at-work", 5)):
+        (kernel_cache / name).mkdir(parents=True)
+        os.utime(kernel_cache / name, (time.time() - age_s,) * 2)
+    with caplog.at_level("INFO"):
+        library = build.ensure()
+    assert {file.name for file in kernel_cache.iterdir()} == {"compiling-at-work", library.name}
+    assert "compiling the native kernels" in caplog.text
 
 
 def test_a_compiler_may_be_named_with_arguments(kernel_cache, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -9,14 +10,18 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 from shared.model.cache import cache_root
+
+log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 _MAIN = "decoder.cpp"
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC")
 _NEEDED_CPU_FLAGS = {"avx2", "fma", "f16c"}
+_SCRATCH = "compiling-"
 _DIGEST_BYTES = 32
 _VERSION_S, _COMPILE_S = 20.0, 300.0
 """How long the compiler may take to tell its version, and to compile."""
@@ -70,7 +75,9 @@ def compile_kernels(library: Path, extra_flags: tuple[str, ...] = ()) -> None:
     command = [*_compiler(), *_FLAGS, *extra_flags, str(SOURCES / _MAIN), "-o"]
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        _sweep(library.parent)
+        log.info("compiling the native kernels, once on this machine: up to a minute")
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch:
             made = Path(scratch) / library.name
             said, status = _call([*command, str(made)], _COMPILE_S)
             if status:
@@ -83,6 +90,13 @@ def compile_kernels(library: Path, extra_flags: tuple[str, ...] = ()) -> None:
         raise KernelsUnavailable(
             f"compiling into {library.parent} failed ({error}); HORTATOR_CACHE names another folder for it"
         ) from None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what compilations left whose process was killed."""
+    for left in folder.glob(f"{_SCRATCH}*"):
+        if time.time() - left.stat().st_mtime > 2 * _COMPILE_S:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _whole(library: Path) -> bool:
