@@ -187,8 +187,6 @@ class ThreadRunner:
         # taken from the queue, but to be done when nothing is under way
         while under_way is not None or not self._closing:
             item, held = held or self._next(under_way), None
-            if self._closing:
-                item = None
             if isinstance(item, _Frame) and (under_way is None or compute.may_follow(item.frame, under_way)):
                 under_way = self._begin(compute, item, under_way)
             elif under_way is not None:

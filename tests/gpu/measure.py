@@ -22,16 +22,20 @@ import torch
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.cuda.decoder import CudaDecoder
-from services.worker.engine.cuda.draw import OnTheWay, PlainDraw
 from services.worker.engine.decoder import Decoder, TorchDecoder
 from services.worker.engine.device import Device
-from services.worker.engine.kvcache import DTYPES, KvCache, KvPlan, plan_kv
+from services.worker.engine.kvcache import DTYPES, plan_kv
 from services.worker.engine.weights import ModelFolder, expected_shapes
+from services.worker.step import Pending, SlotArrays, StepInput
+from shared.wire import Sampling
 from tests.gpu.random_model import SIZES, write_random
+from tests.support.device_executor import device_executor, kv_with_scratch
 
 BLOCK_TOKENS = 16
 BATCHES = (1, 32, 256)
 CHUNK = 2048
+MAX_LEN = 8192
+"""Tokens a sequence may have, if the model's do not end before."""
 CPU_LIMIT = 3e9
 """Parameters up to which the CPU computes the model too."""
 GOLDEN = Path(__file__).parents[1] / "data" / "golden.json"
@@ -45,61 +49,74 @@ class Line:
     share: str = ""
 
 
-class Bench:
-    """One decoder with its KV, and the table that grows."""
+@dataclass(frozen=True)
+class Shape:
+    """The largest batch that decodes."""
 
-    def __init__(self, folder: ModelFolder, device: str, dtype: str, rows: int, context: int) -> None:
-        self.folder, self.config = folder, folder.config
-        self.context = min(context, self.config.max_len - 64)
+    rows: int
+    context: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a row."""
+        return -(-self.context // BLOCK_TOKENS)
+
+
+class Bench:
+    """An executor as the worker has it, and steps for it."""
+
+    def __init__(self, model: Path, config: ModelConfig, device: str, dtype: str, shape: Shape) -> None:
+        self.config, self.shape = config, shape
         self.on = torch.device(device)
-        per_row = -(-(self.context + 64) // BLOCK_TOKENS)
-        self.blocks = max(rows * per_row, -(-CHUNK // BLOCK_TOKENS))
-        self.kv = make_kv(self.config, dtype, self.blocks, self.on)
-        self.decoder = CudaDecoder(folder, self.kv, DTYPES[dtype])
+        self.chunk = min(CHUNK, config.max_len)
+        self.blocks = max(shape.rows * shape.blocks, -(-self.chunk // BLOCK_TOKENS))
+        self.executor = device_executor(model, dtype, device, self.blocks, BLOCK_TOKENS, MAX_LEN)
         self.rng = np.random.default_rng(1)
 
-    def decode_batch(self, rows: int, fed: bool) -> RaggedBatch:
-        """A step of `rows` sequences of `context` tokens each, in blocks that lie scattered."""
-        per_row = -(-self.context // BLOCK_TOKENS)
-        table = self.rng.permutation(self.blocks)[: rows * per_row].reshape(rows, per_row).astype(np.int32)
-        position = self.context - 1
-        slots = np.arange(rows, dtype=np.int32)
-        return RaggedBatch(
-            tokens=-1 - slots if fed else np.zeros(rows, np.int32),
-            positions=np.full(rows, position, np.int32),
-            row_start=np.arange(rows + 1, dtype=np.int32),
-            kv_len=np.full(rows, self.context, np.int32),
-            block_table=table,
-            write_block=table[:, position // BLOCK_TOKENS],
-            write_offset=np.full(rows, position % BLOCK_TOKENS, np.int32),
-            logit_tokens=slots,
+    @property
+    def decoder(self) -> CudaDecoder:
+        assert isinstance(self.executor._decoder, CudaDecoder)
+        return self.executor._decoder
+
+    def decode_s(self, rows: int, ahead: bool, seconds: float) -> float:
+        """Seconds of a greedy step of sequences of `context` tokens, in blocks that lie scattered.
+
+        `ahead`: each is begun before the one before is waited for, whose tokens it finds on the device.
+        """
+        table = self.rng.permutation(self.blocks)[: rows * self.shape.blocks].reshape(rows, -1)
+        return self.steps_s(table, self.shape.context - 1, 1, ahead, seconds)
+
+    def prefill_s(self, seconds: float) -> float:
+        """Seconds of a prompt of `chunk` tokens, begun before the one before is waited for."""
+        return self.steps_s(np.arange(self.blocks)[None], 0, self.chunk, True, seconds)
+
+    def steps_s(self, table: np.ndarray, start: int, count: int, ahead: bool, seconds: float) -> float:
+        rows, full = len(table), lambda value: np.full(len(table), value, np.int32)
+        slots = SlotArrays(
+            tokens=np.zeros((rows, start + count + 1), np.int32),
+            block_table=table.astype(np.int32),
+            computed=full(start + count),
+            # A step that only goes on has its last id from the device.
+            known=full(start + count - (ahead and count == 1)),
+            prompt_len=full(1),
+            choice=full(0),
+            sampling=[Sampling(max_tokens=9, temperature=0.0)] * rows,
+            version=np.ones(rows, np.int64),
         )
+        step = StepInput(np.arange(rows, dtype=np.int32), full(start), full(count), np.ones(rows, np.bool_))
+        before: Pending | None = None
 
-    def decode_s(self, rows: int, fed: bool, seconds: float) -> float:
-        """Seconds of a greedy step. `fed`: the host reads its tokens once the next one is handed over."""
-        batch = self.decode_batch(rows, fed)
-        plan = PlainDraw(np.arange(rows, dtype=np.int32), np.zeros(rows, np.float32), np.zeros(rows))
-        pending: OnTheWay | None = None
-
-        def step() -> None:
-            nonlocal pending
-            drawn = OnTheWay(self.decoder.draw(self.decoder.forward(batch), plan))
-            if fed and pending is not None:
+        def one() -> None:
+            nonlocal before
+            pending = self.executor.begin(step, slots)
+            if not ahead:
                 pending.wait()
-            pending = drawn
-            if not fed:
-                drawn.wait()
+                return
+            if before is not None:
+                before.wait()
+            before = pending
 
-        return timed(step, self.on, seconds)
-
-    def prefill_s(self, tokens: int, seconds: float) -> float:
-        return timed(lambda: self.decoder.forward(chunk_batch(np.zeros(tokens, np.int32))), self.on, seconds)
-
-
-def make_kv(config: ModelConfig, dtype: str, blocks: int, on: torch.device) -> KvCache:
-    kv = KvCache(config, KvPlan(BLOCK_TOKENS, 0, blocks + (on.type == "cpu")), dtype, on)
-    kv.blocks = blocks
-    return kv
+        return timed(one, self.on, seconds)
 
 
 def chunk_batch(tokens: np.ndarray) -> RaggedBatch:
@@ -219,14 +236,17 @@ def correctness(folder: ModelFolder, device: str, dtype: str) -> list[Line]:
     cases = [(ids, golden or [0] * 12) for ids, golden in prompts(config)]
     blocks = -(-max(len(i) + len(g) for i, g in cases) // BLOCK_TOKENS)
     cpu = TorchDecoder(
-        folder, Device("cpu", "float32"), make_kv(config, "float32", blocks, torch.device("cpu"))
+        folder,
+        Device("cpu", "float32"),
+        kv_with_scratch(config, "float32", torch.device("cpu"), blocks, BLOCK_TOKENS),
     )
     expected = [greedy_run(cpu, ids, forced) for ids, forced in cases]
     golden = all(best == forced for (best, _), (_, forced) in zip(expected, cases))
     reference = "golden tokens" if golden else "CPU float32 tokens"
     lines = []
     for name in dict.fromkeys(("float32", dtype)):
-        decoder = CudaDecoder(folder, make_kv(config, name, blocks, torch.device(device)), DTYPES[name])
+        kv = kv_with_scratch(config, name, torch.device(device), blocks, BLOCK_TOKENS)
+        decoder = CudaDecoder(folder, kv, DTYPES[name])
         got = [greedy_run(decoder, ids, forced) for ids, forced in cases]
         same = sum(a == b for (g, _), (e, _) in zip(got, expected) for a, b in zip(g, e))
         total = sum(len(e) for e, _ in expected)
@@ -252,20 +272,20 @@ def performance(bench: Bench, dtype: str, seconds: float) -> list[Line]:
         *[Line(name, text) for name, text in bench.decoder.detail().items()],
     ]
     for rows in BATCHES:
-        if rows * -(-bench.context // BLOCK_TOKENS) > bench.blocks:
+        if rows * bench.shape.blocks > bench.blocks:
             lines.append(Line(f"decode, {rows} rows", "skipped: KV does not fit the device's memory"))
             continue
-        bound = decode_bytes(config, element, rows, bench.context) / bandwidth
+        bound = decode_bytes(config, element, rows, bench.shape.context) / bandwidth
         for captures in (True, False):
             bench.decoder.captures = captures
-            for fed in (False, True):
-                took = bench.decode_s(rows, fed, seconds)
-                how = f"graphs {'on' if captures else 'off'}, {'two in flight' if fed else 'one by one'}"
+            for ahead in (False, True):
+                took = bench.decode_s(rows, ahead, seconds)
+                how = f"graphs {'on' if captures else 'off'}, {'two in flight' if ahead else 'one by one'}"
                 lines.append(against(f"decode, {rows} rows, {how}", took, bound, rows))
         bench.decoder.captures = True
-    tokens = min(CHUNK, config.max_len)
-    took = bench.prefill_s(tokens, seconds)
-    lines.append(against(f"prefill, {tokens} tokens", took, prefill_ops(config, tokens) / rate, tokens))
+    bound = prefill_ops(config, bench.chunk) / rate
+    took = bench.prefill_s(seconds)
+    lines.append(against(f"prefill, {bench.chunk} tokens", took, bound, bench.chunk))
     return lines
 
 
@@ -292,7 +312,7 @@ def rows_that_fit(config: ModelConfig, on: torch.device, dtype: str, context: in
     """The largest batch whose KV, beside the weights, leaves a fifth of the free memory."""
     if on.type == "cpu":
         return BATCHES[1]
-    row = plan_kv(config, dtype, 1 << 50, BLOCK_TOKENS).block_bytes * -(-(context + 64) // BLOCK_TOKENS)
+    row = plan_kv(config, dtype, 1 << 50, BLOCK_TOKENS).block_bytes * Shape(1, context).blocks
     weights = sum(math.prod(s) for s in expected_shapes(config).values()) * DTYPES[dtype].itemsize
     room = 0.8 * torch.cuda.mem_get_info(on)[0] - weights
     return max((rows for rows in BATCHES if rows * row <= room), default=1)
@@ -311,15 +331,15 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as made:
         path = write_random(Path(made), args.model) if args.model in SIZES else Path(args.model)
-        folder = ModelFolder(path, 8192)
+        folder = ModelFolder(path, MAX_LEN)
         on = torch.device(args.device)
         card = torch.cuda.get_device_name(on) if on.type == "cuda" else "CPU"
         print(f"{card}, torch {torch.__version__}, {args.model}, {args.dtype}, context {args.context}")
         lines = correctness(folder, args.device, args.dtype)
-        with torch.inference_mode():
-            rows = rows_that_fit(folder.config, on, args.dtype, args.context)
-            bench = Bench(folder, args.device, args.dtype, rows, args.context)
-            lines += performance(bench, args.dtype, args.seconds)
+        context = min(args.context, folder.config.max_len - 1)
+        rows = rows_that_fit(folder.config, on, args.dtype, context)
+        bench = Bench(path, folder.config, args.device, args.dtype, Shape(rows, context))
+        lines += performance(bench, args.dtype, args.seconds)
         show(lines)
     return 1 if any(line.share == "WRONG" for line in lines) else 0
 

@@ -3,7 +3,9 @@
 `tests/gpu/run.sh` runs these and the measurements. What needs no device is in tests/unit/test_engine_cuda.py.
 """
 
+import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,16 @@ torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from cuda_support import Twins, fed_from_the_device, prompts_of  # noqa: E402
 from engine_support import Driver, greedy  # noqa: E402
+from random_frames import NAME, SHAPE, RandomScheduler, in_pairs, schedule, told  # noqa: E402
 
+from services.worker.compute import Compute  # noqa: E402
 from services.worker.engine.cuda.attention import GatheredAttention  # noqa: E402
 from services.worker.engine.cuda.draw import PlainDraw, draw_plain  # noqa: E402
 from services.worker.engine.executor import EngineOptions, TorchExecutor  # noqa: E402
+from services.worker.slots import Batch  # noqa: E402
 from shared.wire import Sampling  # noqa: E402
 from tests.gpu.random_model import write_random  # noqa: E402
+from tests.support.device_executor import device_executor  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,3 +112,18 @@ def test_an_executor_on_the_device_gives_the_tokens_of_one_on_the_cpu(model):
         tokens[device] = [run.tokens for run in runs]
         executor.close()
     assert tokens["cuda"] == tokens["cpu"]
+
+
+def test_two_frames_in_flight_give_the_tokens_of_one_at_a_time(model):
+    computes = []
+    for _ in range(2):
+        executor = device_executor(model, "float32", "cuda", SHAPE.blocks_total, SHAPE.block_tokens)
+        assert executor.info.overlaps
+        shape = replace(SHAPE, vocab_size=executor.info.vocab_size)
+        computes.append(Compute(executor, Batch(shape, NAME)))
+        computes[-1].session = 1
+    # Sampling would fall either way where the last bits of two batches differ.
+    scheduler = RandomScheduler(random.Random(1), 3, 0.8, temperature=(0.0,))
+    frames, expected = schedule(computes[0], scheduler, 200)
+    got = in_pairs(computes[1], frames, lambda: True)
+    assert [told(outcome) for outcome in got] == [told(outcome) for outcome in expected]

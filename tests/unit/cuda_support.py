@@ -12,24 +12,15 @@ import torch
 from engine_support import Driver, greedy
 
 from services.worker.engine.batch import build_batch
-from services.worker.engine.config import ModelConfig
 from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.cuda.draw import PlainDraw
 from services.worker.engine.decoder import TorchDecoder
 from services.worker.engine.device import Device
-from services.worker.engine.kvcache import KvCache, KvPlan
 from services.worker.engine.weights import ModelFolder
 from services.worker.step import SlotArrays, StepInput, StepOutput
+from tests.support.device_executor import kv_with_scratch
 
 BLOCKS, BLOCK_TOKENS = 120, 8
-
-
-def kv_with_scratch(config: ModelConfig, dtype: str = "float32", device: str = "cpu") -> KvCache:
-    """KV of `BLOCKS` sequence blocks and the one that padded rows write, which a CPU's lacks."""
-    on = torch.device(device)
-    kv = KvCache(config, KvPlan(BLOCK_TOKENS, 0, BLOCKS + (on.type == "cpu")), dtype, on)
-    kv.blocks = BLOCKS
-    return kv
 
 
 class Twins:
@@ -46,8 +37,8 @@ class Twins:
     ) -> None:
         folder = ModelFolder(path, 128)
         self.config = folder.config
-        self.reference_kv = kv_with_scratch(self.config)
-        self.kv = kv_with_scratch(self.config, kv_dtype, device)
+        self.reference_kv = kv_with_scratch(self.config, "float32", torch.device("cpu"), BLOCKS, BLOCK_TOKENS)
+        self.kv = kv_with_scratch(self.config, kv_dtype, torch.device(device), BLOCKS, BLOCK_TOKENS)
         self.reference = TorchDecoder(folder, Device("cpu", "float32"), self.reference_kv)
         self.decoder = CudaDecoder(folder, self.kv, dtype, graphs)
         self.info = SimpleNamespace(block_tokens=BLOCK_TOKENS, blocks_total=BLOCKS, max_len=128)

@@ -1,15 +1,20 @@
-"""Random legal frames, as a scheduler would send them that is ahead of what it knows.
+"""Random legal frames, as a scheduler would send them that is ahead of what it knows, and ways to compute.
 
 Not a test: imported by the tests of the worker's batch.
 """
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
+
+from services.worker.compute import Begun, Compute, Outcome
 from services.worker.shape import BatchShape
 from shared.blocks import chain, root_hash
-from shared.wire import Admit, Extend, KvOp, Sampling, Step, Stopped, Work
+from shared.wire import Admit, Extend, KvOp, Sampling, Step, StepTiming, Stopped, Work
 
 SHAPE = BatchShape(max_slots=6, max_len=40, block_tokens=4, blocks_total=70, vocab_size=64)
 NAME = "fp"
@@ -45,6 +50,7 @@ class RandomScheduler:
     calm: float = 0.0
     """How often nobody may come or go: such frames may be begun early."""
     top_k: tuple[int, ...] = (0,)
+    temperature: tuple[float, ...] = (1.0,)
     slots: list[int] = field(default_factory=lambda: list(range(SHAPE.max_slots)))
     blocks: list[int] = field(default_factory=lambda: list(range(SHAPE.blocks_total)))
     running: dict[int, Planned] = field(default_factory=dict)
@@ -143,6 +149,7 @@ class RandomScheduler:
             min_tokens=rng.choice([0, 0, 3]),
             stop_token_ids=tuple(rng.sample(range(64), rng.choice([0, 1, 6]))),
             top_k=rng.choice(self.top_k),
+            temperature=rng.choice(self.temperature),
         )
         prompt_len = rng.randint(max(1, length - sampling.max_tokens + 1), length)
         slot = self.slots.pop(rng.randrange(len(self.slots)))
@@ -158,3 +165,46 @@ class RandomScheduler:
             if block_hash not in self.known:
                 self.known[block_hash] = block
                 self.hash_of[block] = block_hash
+
+
+def told(outcome: Outcome) -> tuple[Any, ...]:
+    """All that leaves the worker, but for how long it took."""
+    timing = StepTiming(
+        prefill_tokens=outcome.done.timing.prefill_tokens, decode_tokens=outcome.done.timing.decode_tokens
+    )
+    done = msgspec.structs.replace(outcome.done, timing=timing)
+    return done, outcome.stored, outcome.removed, outcome.running
+
+
+def in_pairs(compute: Compute, frames: list[Step], has_come: Callable[[], bool]) -> list[Outcome]:
+    """Each frame begun before the one before is finished, if it `has_come` by then and may be."""
+    outcomes: list[Outcome] = []
+    under_way: Begun | None = None
+    for step in frames:
+        early = under_way is not None and has_come() and compute.may_follow(step, under_way)
+        if under_way is not None and not early:
+            outcomes.append(compute.finish(under_way))
+        begun = compute.start(step, 0.0)
+        assert isinstance(begun, Begun)
+        if under_way is not None and early:
+            outcomes.append(compute.finish(under_way))
+        under_way = begun
+    return outcomes if under_way is None else [*outcomes, compute.finish(under_way)]
+
+
+def schedule(compute: Compute, scheduler: RandomScheduler, count: int) -> tuple[list[Step], list[Outcome]]:
+    """Frames as they come of results, and those results, one frame after the other."""
+    sent: deque[Step] = deque()
+    frames: list[Step] = []
+    outcomes: list[Outcome] = []
+    for _ in range(count):
+        sent.append(scheduler.plan())
+        if len(sent) <= scheduler.depth:
+            continue
+        frames.append(sent.popleft())
+        outcome = compute.step(frames[-1], 0.0)
+        assert isinstance(outcome, Outcome)
+        outcomes.append(outcome)
+        done = outcome.done
+        scheduler.learn(done.stopped, [(row.block, row.hash) for row in done.stored], done.seq)
+    return frames, outcomes

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cuda_support import BLOCK_TOKENS, BLOCKS, Twins, fed_from_the_device, kv_with_scratch, prompts_of
+from cuda_support import BLOCK_TOKENS, BLOCKS, Twins, fed_from_the_device, prompts_of
 from engine_support import Driver, greedy, save_tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +33,7 @@ from services.worker.engine.sampler import SampleRow, sample  # noqa: E402
 from services.worker.engine.weights import ModelFolder  # noqa: E402
 from services.worker.step import SlotArrays, StepInput  # noqa: E402
 from shared.wire import Sampling  # noqa: E402
+from tests.support.device_executor import device_executor  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -191,7 +192,7 @@ def test_a_slot_beyond_the_devices_memory_of_tokens_is_refused(tmp_path):
         decoder.draw(torch.zeros(1, 199), plan)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [0.0, 1e-50, 0.3, 1.0, 2.5, 1e300])
 def test_tokens_drawn_on_the_device_are_the_samplers(temperature):
     torch.manual_seed(11)
     logits = torch.randn(64, 3000) * 4
@@ -279,16 +280,12 @@ def test_what_needs_a_cuda_device_is_refused_without_one(options, words, tmp_pat
 
 
 def executor_on(path, model):
-    """An executor whose decoder is the path under test, with fewer blocks announced than its KV has."""
+    if path == "cuda":
+        return device_executor(model, "float32", "cpu", BLOCKS, BLOCK_TOKENS)
     options = EngineOptions(
         dtype="float32", kv_bytes=700_000, block_tokens=BLOCK_TOKENS, kernels="torch", measure_s=0.0
     )
-    executor = TorchExecutor(model, options)
-    assert executor.info.blocks_total <= BLOCKS
-    if path == "cuda":
-        executor._kv = kv_with_scratch(executor.config)
-        executor._decoder = CudaDecoder(ModelFolder(model), executor._kv, torch.float32)
-    return executor
+    return TorchExecutor(model, options)
 
 
 def test_an_executor_draws_the_same_tokens_whether_the_device_or_the_host_does(tmp_path):

@@ -3,24 +3,22 @@
 import asyncio
 import random
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
 from device_support import FakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_frames import NAME, SHAPE, RandomScheduler, frame
+from random_frames import NAME, SHAPE, RandomScheduler, frame, in_pairs, schedule, told
 
 from services.worker.compute import Begun, BrokenSession, Compute, Outcome
 from services.worker.runner import ThreadRunner, answer_of
 from services.worker.slots import Batch
 from services.worker.step import SlotArrays, StepInput, StepOutput
-from shared.wire import Admit, Extend, KvOp, Sampling, Step, StepTiming, Work
+from shared.wire import Admit, Extend, KvOp, Sampling, Step, Work
 
 
 def computing(device: Any, clock: Callable[[], float] = lambda: 0.0) -> Compute:
@@ -32,49 +30,6 @@ def computing(device: Any, clock: Callable[[], float] = lambda: 0.0) -> Compute:
 def admission(slot: int, first_block: int, ids: int = 5, **how: Any) -> Admit:
     sampling = Sampling(**{"max_tokens": 20, "seed": slot} | how)
     return Admit(slot, 0, ids, list(range(ids)), 0, list(range(first_block, first_block + 5)), sampling)
-
-
-def told(outcome: Outcome) -> tuple[Any, ...]:
-    """All that leaves the worker, but for how long it took."""
-    timing = StepTiming(
-        prefill_tokens=outcome.done.timing.prefill_tokens, decode_tokens=outcome.done.timing.decode_tokens
-    )
-    done = msgspec.structs.replace(outcome.done, timing=timing)
-    return done, outcome.stored, outcome.removed, outcome.running
-
-
-def in_pairs(compute: Compute, frames: list[Step], has_come: Callable[[], bool]) -> list[Outcome]:
-    """Each frame begun before the one before is finished, if it `has_come` by then and may be."""
-    outcomes: list[Outcome] = []
-    under_way: Begun | None = None
-    for step in frames:
-        early = under_way is not None and has_come() and compute.may_follow(step, under_way)
-        if under_way is not None and not early:
-            outcomes.append(compute.finish(under_way))
-        begun = compute.start(step, 0.0)
-        assert isinstance(begun, Begun)
-        if under_way is not None and early:
-            outcomes.append(compute.finish(under_way))
-        under_way = begun
-    return outcomes if under_way is None else [*outcomes, compute.finish(under_way)]
-
-
-def schedule(compute: Compute, scheduler: RandomScheduler, count: int) -> tuple[list[Step], list[Outcome]]:
-    """Frames as they come of results, and those results, one frame after the other."""
-    sent: deque[Step] = deque()
-    frames: list[Step] = []
-    outcomes: list[Outcome] = []
-    for _ in range(count):
-        sent.append(scheduler.plan())
-        if len(sent) <= scheduler.depth:
-            continue
-        frames.append(sent.popleft())
-        outcome = compute.step(frames[-1], 0.0)
-        assert isinstance(outcome, Outcome)
-        outcomes.append(outcome)
-        done = outcome.done
-        scheduler.learn(done.stopped, [(row.block, row.hash) for row in done.stored], done.seq)
-    return frames, outcomes
 
 
 @settings(max_examples=60, deadline=None)

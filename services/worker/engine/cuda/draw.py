@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.engine.sampler import NOT_FINITE
+from services.worker.engine.sampler import COLDEST, NOT_FINITE
 from services.worker.engine.uniform import uniforms
 from services.worker.step import I32, SlotArrays, StepInput
 from shared.wire import Sampling
+
+_HOTTEST = 1e30
+"""Below what float32 holds."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class PlainDraws:
             raise ValueError(f"slot {slot} is free but computes")
         self._seen[slot] = slots.version[slot]
         self._plain[slot] = is_plain(sampling)
-        self._temperature[slot] = sampling.temperature
+        # Bounded as the sampler does it.
+        warm = sampling.temperature >= COLDEST
+        self._temperature[slot] = min(sampling.temperature, _HOTTEST) if warm else 0.0
         self._seed[slot] = sampling.seed & (2**64 - 1)
 
 
@@ -63,7 +68,7 @@ def is_plain(s: Sampling) -> bool:
     """Whether the token follows from the logits, the temperature and one uniform."""
     unfiltered = s.top_k <= 0 and s.top_p >= 1.0 and s.min_p <= 0.0
     return (
-        (unfiltered or s.temperature <= 0)
+        (unfiltered or s.temperature < COLDEST)
         and s.logprobs is None
         and s.prompt_logprobs is None
         and not s.logit_bias
