@@ -202,7 +202,7 @@ class _Mesh:
                 raise StartFailed("gateway", reason, self._run.log("gateway"))
             if now - news_at > _NEWS_EVERY_S:
                 news_at = now
-                say(f"not ready after {now - began:.0f} s: {_reason(detail)}")
+                say(f"not ready after {now - began:.0f} s: {why_not_ready(detail, self._run.log('w0'))}")
             await asyncio.sleep(0.1)
 
     def _announce(self) -> None:
@@ -266,12 +266,15 @@ class _Mesh:
         }
 
 
-def _reason(ready: str) -> str:
-    """What a body of /ready gives as its reason."""
+def why_not_ready(body: str, worker_log: Path) -> str:
+    """What a body of /ready gives as its reason, in the words of who started the workers."""
     try:
-        return str(json.loads(ready)["reason"])
+        reason = str(json.loads(body)["reason"])
     except (ValueError, KeyError, TypeError):
-        return ready or "the gateway does not answer yet"
+        return body or "the gateway does not answer yet"
+    if "no_instance" in reason:  # they run, or starting would have failed
+        return f"no worker has its model yet (loading; the first time also compiling): {worker_log}"
+    return reason
 
 
 async def _get(url: str, path: str, headers: str) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.console import Console
 from deploy.rundir import RunDir
 from deploy.status import collect, engine, engine_line, print_for_people
 from deploy.tap import wrong_subject
+from deploy.up import why_not_ready
 
 CANDIDATES = [
     {"kernels": "native", "threads": 2, "decode_ms": 13.5, "prefill_tok_s": 701.2, "chosen": True},
@@ -105,3 +107,15 @@ def test_a_subject_that_nats_would_refuse_is_told_before(subject):
 @pytest.mark.parametrize("subject", [">", "hortator.v1.step.*", "hortator.>", "$SRV.>", "a.*.b"])
 def test_a_subject_that_nats_takes_is_passed_on(subject):
     assert wrong_subject(subject) is None
+
+
+def test_while_workers_load_nobody_is_told_to_start_one():
+    """The gateway's advice, `start one with hortator worker`, is for meshes started by hand."""
+    body = json.dumps({"reason": "the canary was refused (no_instance): no worker has been there for 20 s"})
+    found = why_not_ready(body, Path("/run/log/w0.log"))
+    assert "no worker has its model yet" in found
+    assert "/run/log/w0.log" in found
+    assert "start one" not in found
+    assert why_not_ready('{"reason": "no canary"}', Path("x")) == "no canary"
+    assert why_not_ready("<html>", Path("x")) == "<html>"
+    assert why_not_ready("", Path("x")) == "the gateway does not answer yet"

@@ -172,6 +172,12 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     memory = Remembered(int, "choices", {"a": 1})
     memory.keep(3)
     assert memory.recall() is None
+    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path / "kernels")
+    memory = Remembered(int, "choices", {"a": 1})
+    memory.path.mkdir(parents=True)
+    memory.keep(3)
+    assert memory.recall() is None
+    assert list(memory.path.parent.iterdir()) == [memory.path]
 
 
 def test_named_threads_and_kernels_leave_nothing_to_choose(folder, speeds):

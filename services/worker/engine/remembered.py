@@ -49,9 +49,10 @@ class Remembered(Generic[T]):
         record = {"depends_on": self._depends_on, "fact": fact}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as file:
-                file.write(msgspec.json.encode(record))
-            os.replace(file.name, self.path)
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as scratch:
+                made = Path(scratch) / self.path.name
+                made.write_bytes(msgspec.json.encode(record))
+                os.replace(made, self.path)
         except OSError as error:
             log.warning("%s cannot be written, so it is measured anew next time: %s", self.path, error)
 
