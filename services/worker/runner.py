@@ -181,7 +181,7 @@ class ThreadRunner:
             self._post(self._ended.set)
 
     def _serve(self, compute: Compute) -> None:
-        """Until closed. Two steps are under way for moments only: the second is begun, the first finished."""
+        """Until closed. A second step is begun behind the one under way, then the first is finished."""
         under_way: Begun | None = None
         held: _Frame | _Question | None = None
         # taken from the queue, but to be done when nothing is under way
