@@ -157,6 +157,17 @@ def test_what_a_broken_prompt_left_in_blocks_harms_nobody_who_is_next(kernels, d
     assert driver.generate([healthy], [greedy(4)])[0].tokens == alone
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_model_whose_file_is_overwritten_is_served_as_it_was_loaded(kernels, tmp_path):
+    save_tiny("llama", tmp_path)
+    executor = executor_for(tmp_path, kernels)
+    before = Driver(executor).generate([[1, 2, 3]], [greedy(5)])[0].tokens
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as stream:  # as `cp other model.safetensors` does, but of its size: no SIGBUS
+        stream.write(bytes(file.stat().st_size))
+    assert Driver(executor).generate([[1, 2, 3]], [greedy(5)])[0].tokens == before
+
+
 def test_a_step_that_names_missing_blocks_is_refused(tmp_path):
     save_tiny("llama", tmp_path)
     driver = Driver(executor_for(tmp_path, "torch"))

@@ -91,8 +91,9 @@ class ModelFolder:
         self._check()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Tensor `name` as float32, contiguous."""
-        return self._handles[self._where[name]].get_tensor(name).to(torch.float32).contiguous()
+        """Tensor `name` as float32, contiguous, in memory of its own: what is only mapped changes with the
+        file, and ends the process when the file is cut short."""
+        return self._handles[self._where[name]].get_tensor(name).to(torch.float32, copy=True).contiguous()
 
     def layers(self) -> Iterator[LayerWeights]:
         """The layers in order, fused as `LayerWeights` says; one is in memory at a time."""
