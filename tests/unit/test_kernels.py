@@ -289,3 +289,24 @@ def test_a_process_that_ends_within_a_step_does_not_crash():
     for _ in range(3):
         command = [sys.executable, "-c", LEAVE_WITHIN_A_PRODUCT]
         assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+TOO_MANY_THREADS = """
+import resource
+from services.worker.engine.native import build
+from services.worker.engine.native.decoder import Kernels
+Kernels(2)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20),) * 2)
+try:
+    Kernels(1000)
+except build.KernelsUnavailable as error:
+    print(error)
+"""
+
+
+def test_threads_that_the_system_does_not_grant_are_an_error_not_the_end():
+    done = subprocess.run(
+        [sys.executable, "-c", TOO_MANY_THREADS], capture_output=True, text=True, timeout=60
+    )
+    assert "1000 threads cannot be started" in done.stdout, done.stderr

@@ -32,6 +32,10 @@ class Kernels:
     def __init__(self, threads: int) -> None:
         self.library = abi.declare(build.load())
         self.team = self.library.hortator_muster(threads)
+        if self.team is None:
+            raise build.KernelsUnavailable(
+                f"{threads} threads cannot be started; raise the limit of processes or use fewer --threads"
+            )
         self.close = weakref.finalize(self, self.library.hortator_dismiss, self.team)
         """Ends the team's threads; nothing may be computed afterwards."""
         # A process may end within a step; its threads go with it, and nobody is left to wait for them.

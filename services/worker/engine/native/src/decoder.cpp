@@ -3,6 +3,7 @@
 // The whole pass is one run of the team; every loop inside is shared by its members and ends with a barrier.
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <limits>
 #include <vector>
 
@@ -189,8 +190,14 @@ void hortator_forward(const Model* model, const Batch* batch, const Buffers* buf
     model->half_kv ? pass.run<Half>() : pass.run<float>();
 }
 
-// A team of `threads`, the caller included; it lives until hortator_dismiss.
-Team* hortator_muster(int64_t threads) { return new Team(int(threads)); }
+// A team of `threads`, the caller included; it lives until hortator_dismiss. Null if they cannot be had.
+Team* hortator_muster(int64_t threads) {
+    try {
+        return new Team(int(threads));
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
 void hortator_dismiss(Team* team) { delete team; }
 
 // Fills w.panels (n rounded up to 16, times w.k, elements) and, of int8 formats, w.scale with weights [n, k];

@@ -32,14 +32,16 @@ inline void wait_while(const std::atomic<Word>& word, Word old, std::chrono::mic
 
 class Team {
   public:
+    // Throws what std::thread throws where the system grants no more of them.
     explicit Team(int size) : size_(size), scratch_(size + 1) {
-        for (int i = 1; i < size_; i++) members_.emplace_back([this, i] { serve(i); });
+        try {
+            for (int i = 1; i < size_; i++) members_.emplace_back([this, i] { serve(i); });
+        } catch (...) {
+            end();
+            throw;
+        }
     }
-    ~Team() {
-        stopping_.store(true);
-        open_run();
-        for (auto& member : members_) member.join();
-    }
+    ~Team() { end(); }
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
@@ -103,6 +105,12 @@ class Team {
     static uint32_t& at_loop() {
         static thread_local uint32_t loop = 0;
         return loop;
+    }
+
+    void end() {
+        stopping_.store(true);
+        open_run();
+        for (auto& member : members_) member.join();
     }
 
     void open_run() {
