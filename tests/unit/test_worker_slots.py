@@ -13,7 +13,7 @@ from random_frames import NAME, SHAPE, RandomScheduler, frame
 from services.worker.faults import FrameFault
 from services.worker.mock import MockCosts, MockExecutor, token_range
 from services.worker.shape import BatchShape
-from services.worker.slots import Batch
+from services.worker.slots import AppliedStep, Batch, goes_on
 from services.worker.step import ExecutorInfo, StepInput, StepOutput
 from shared.wire import Admit, Extend, KvOp, Sampling, Step, Work
 from tests.support.slow_batch import SlowBatch
@@ -171,14 +171,22 @@ def hostile_frame(rng: random.Random) -> Step:
 
 
 @settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_whatever_a_frame_holds_it_is_a_fault_or_computes_inside_its_blocks(seed: int) -> None:
+@given(seed=st.integers(0, 2**32), early=st.booleans())
+def test_whatever_a_frame_holds_it_is_a_fault_or_computes_inside_its_blocks(seed: int, early: bool) -> None:
+    """`early`: frames that may are applied before the one before is committed."""
     rng = random.Random(seed)
     batch, executor = busy_batch(), mock()
+    under_way: list[tuple[AppliedStep, StepOutput]] = []
     for _ in range(20):
+        step = hostile_frame(rng)
+        if under_way and not (early and goes_on(step)):
+            batch.commit(*under_way.pop())
         try:
-            work = batch.apply(hostile_frame(rng))
+            work = batch.apply(step)
         except FrameFault:
+            for before in under_way:
+                batch.commit(*before)
+            under_way.clear()
             batch.reset()
             continue
         for slot, start, count in zip(work.slots.tolist(), work.starts.tolist(), work.counts.tolist()):
@@ -187,9 +195,13 @@ def test_whatever_a_frame_holds_it_is_a_fault_or_computes_inside_its_blocks(seed
             assert count > 0
             assert len(pages)
             assert ((pages >= 0) & (pages < SHAPE.blocks_total)).all()
-            assert start + count <= batch.arrays.known[slot] < SHAPE.max_len
+            assert start + count <= batch.arrays.known[slot] + len(under_way)
+            assert start + count < SHAPE.max_len
         assert all(0 <= block < SHAPE.blocks_total for copy in work.copies for block in copy)
-        batch.commit(work, executor.run(work, batch.arrays))
+        output = executor.run(work, batch.arrays)
+        if under_way:
+            batch.commit(*under_way.pop())
+        under_way.append((work, output))
 
 
 def test_after_a_refused_frame_and_a_reset_the_batch_is_as_new_but_keeps_its_hashes() -> None:
