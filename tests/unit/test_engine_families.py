@@ -183,6 +183,36 @@ def test_a_step_that_names_missing_blocks_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("slot", "start", "count", "token", "copies", "complaint"),
+    [
+        (99, 19, 1, 1, (), "slot 99"),
+        (-3, 19, 1, 1, (), "slot -3"),
+        (0, -3, 1, 1, (), "start -3"),
+        (0, 5_000_000, 1, 1, (), "start 5000000"),
+        (0, 19, 0, 1, (), "count 0"),
+        (0, 19, 1 << 20, 1, (), "count 1048576"),
+        (0, 19, 1, -7, (), "not in the vocabulary"),
+        (0, 19, 1, 2_000_000_000, (), "not in the vocabulary"),
+        (0, 19, 1, 1, ((0, 10**6),), "a copy to block 1000000"),
+        (0, 19, 1, 1, ((-1, 0),), "a copy from block -1"),
+    ],
+)
+def test_a_step_with_impossible_numbers_is_refused(
+    kernels, slot, start, count, token, copies, complaint, tmp_path
+):
+    save_tiny("llama", tmp_path)
+    driver = Driver(executor_for(tmp_path, kernels))
+    driver.admit(0, list(range(1, 21)), greedy(2))
+    driver.step({0: 19})
+    driver.slots.tokens[0, 19] = token
+    numbers = (np.array([value], np.int32) for value in (slot, start, count))
+    step = StepInput(*numbers, np.array([True]), copies=list(copies))
+    with pytest.raises(ValueError, match=complaint):
+        driver.executor.run(step, driver.slots)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_copied_block_serves_in_place_of_its_source(kernels, tmp_path):
     save_tiny("qwen2", tmp_path)
     executor = executor_for(tmp_path, kernels)

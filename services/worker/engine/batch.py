@@ -37,6 +37,31 @@ class RaggedBatch:
         return len(self.kv_len)
 
 
+def check_step(step: StepInput, slots: SlotArrays, blocks: int, max_len: int) -> None:
+    """Raise ValueError if `step` names slots, positions or blocks to copy that do not exist.
+
+    The worker's bookkeeping never does; kernels would read or write wherever such numbers point.
+    """
+    for place, block in (
+        (place, block) for copy in step.copies for place, block in zip(("from", "to"), copy)
+    ):
+        if not 0 <= block < blocks:
+            raise ValueError(f"a copy {place} block {block} of {blocks}")
+    if not len(step.slots):
+        return
+    most, length = len(slots.tokens), min(slots.tokens.shape[1], max_len)
+    ends = step.starts.astype(np.int64) + step.counts
+    for what, numbers, low, high in (
+        ("slot", step.slots, 0, most - 1),
+        ("start", step.starts, 0, length - 1),
+        ("count", step.counts, 1, length),
+        ("end", ends, 1, length),
+    ):
+        if numbers.min() < low or numbers.max() > high:
+            row = int(((numbers < low) | (numbers > high)).argmax())
+            raise ValueError(f"row {row}: {what} {numbers[row]}, allowed are {low} to {high}")
+
+
 def build_batch(step: StepInput, slots: SlotArrays, block_tokens: int) -> RaggedBatch:
     """Lay the rows of `step` out as one ragged batch.
 

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.engine.batch import RaggedBatch, build_batch, prompt_logprob_span, prompt_rows
+from services.worker.engine.batch import (
+    RaggedBatch,
+    build_batch,
+    check_step,
+    prompt_logprob_span,
+    prompt_rows,
+)
 from services.worker.engine.choose import Scope, choose
 from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.cuda.draw import OnTheWay
@@ -114,13 +120,14 @@ class TorchExecutor:
     def run(self, step: StepInput, slots: SlotArrays) -> StepOutput:
         """Compute one step. Rows whose logits are not finite get token -2; the others are not affected.
 
-        Raises ValueError on a step that names blocks or positions which do not exist.
+        Raises ValueError on a step that names slots, positions, blocks or ids which do not exist.
         """
         return self.begin(step, slots).wait()
 
     @torch.inference_mode()
     def begin(self, step: StepInput, slots: SlotArrays) -> Pending:
         """The part of `run` that does not wait for a device; raises what `run` does."""
+        check_step(step, slots, self._kv.blocks, self.config.max_len)
         for source, target in step.copies:
             self._kv.copy(source, target)
         if not len(step.slots):
@@ -129,6 +136,10 @@ class TorchExecutor:
         batch = build_batch(step, slots, self._kv.block_tokens)
         if int(batch.block_table.max()) >= self._kv.blocks:
             raise ValueError(f"block {batch.block_table.max()} of {self._kv.blocks}")
+        if int(batch.tokens.max()) >= self.config.vocab_size or (
+            int(batch.tokens.min()) < 0 and not self._info.overlaps
+        ):
+            raise ValueError(f"ids from {batch.tokens.min()} to {batch.tokens.max()}: not in the vocabulary")
         built = time.perf_counter()
         logits = self._decoder.forward(batch)
         pending: Pending | None = None

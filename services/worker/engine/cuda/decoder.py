@@ -178,12 +178,16 @@ class CudaDecoder:
             q, k = rotate(q, cos, sin).to(self._dtype), rotate(k, cos, sin)
             self._kv.data[write[0], i, 0, :, write[1]] = k.to(self._kv.data.dtype)
             self._kv.data[write[0], i, 1, :, write[1]] = v.to(self._kv.data.dtype)
-            x = x + F.linear(attend(i, q).reshape(-1, c.q_size), w.out, w.out_bias)
+            attended = attend(i, q).reshape(-1, c.q_size)
+            if i + 1 == c.layers:
+                # Of other tokens only keys and values are ever read.
+                if not len(inputs.logit_tokens):
+                    return self._logits[:0]
+                x, attended = x[inputs.logit_tokens], attended[inputs.logit_tokens]
+            x = x + F.linear(attended, w.out, w.out_bias)
             gate, up = F.linear(self._normed(x, w.post_norm), w.gate_up).chunk(2, dim=-1)
             x = x + F.linear(F.silu(gate) * up, w.down)
-        if not len(inputs.logit_tokens):
-            return self._logits[:0]
-        return self._vocabulary(self._normed(x[inputs.logit_tokens], self._norm))
+        return self._vocabulary(self._normed(x, self._norm))
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (self.config.hidden,), weight, self.config.norm_eps).to(self._dtype)
