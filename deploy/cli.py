@@ -142,7 +142,7 @@ def _build() -> "typer.Typer":
         ] = "float16",
         kv_dtype: Annotated[
             Literal["auto", "float32", "float16", "bfloat16"],
-            typer.Option(help="KV cache; auto: as the worker chooses."),
+            typer.Option(help="KV cache; auto: on CPUs float16, but float32 for float32 weights."),
         ] = "auto",
         kv_memory: Annotated[str, typer.Option(help="Memory for KV of each instance.")] = "512MiB",
         http: Annotated[
@@ -173,7 +173,9 @@ def _build() -> "typer.Typer":
             bool,
             typer.Option("--deterministic", help="Same request, same tokens, whatever else is computed."),
         ] = False,
-        device: Annotated[str, typer.Option(help="A torch device, e.g. cuda; empty: the CPU.")] = "",
+        device: Annotated[
+            str, typer.Option(help="cuda, or cuda:0,cuda:1 for instances in turn; empty: the CPU.")
+        ] = "",
         log_level: Annotated[
             Literal["debug", "info", "warning", "error"], typer.Option(help="Of the services.")
         ] = "info",

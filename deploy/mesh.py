@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from deploy.credentials import Credentials
 from deploy.down import MARK
-from deploy.options import UpOptions, instance_names, parse_settings
+from deploy.options import UpOptions, devices_of, instance_names, parse_settings
 from deploy.rundir import RunDir
 from deploy.servers import nats_probe, redis_probe
 from deploy.supervisor import ChildSpec
@@ -120,10 +120,10 @@ def stages(
                 "worker",
                 name,
                 f"worker-{name}",
-                worker_settings(options, places, cores),
+                worker_settings(options, places, cores, device),
                 start_s=_WORKER_START_S,
             )
-            for name, cores in zip(names, shares, strict=True)
+            for name, cores, device in zip(names, shares, devices_of(options), strict=True)
         ],
         [service("scheduler", "scheduler", "scheduler", scheduler_settings(options))],
         [
@@ -142,14 +142,14 @@ def share_cores(cores: Sequence[int], instances: int) -> list[list[int]]:
     return [list(cores[a:z]) for a, z in pairwise(ends)]
 
 
-def worker_settings(options: UpOptions, places: Places, cores: Sequence[int]) -> dict[str, str]:
+def worker_settings(options: UpOptions, places: Places, cores: Sequence[int], device: str) -> dict[str, str]:
     """`cores` are those of this instance alone, none if it has to share."""
     settings = {
         "model_dir": str(places.model_folder),
         "dtype": options.dtype,
         "kv_dtype": options.kv_dtype,
         "kv_memory": options.kv_memory,
-        "device": options.device,
+        "device": device,
         # With cores of its own an instance measures how many threads serve it best.
         "threads": str(options.threads or ("" if cores else 1)),
         "cores": ",".join(map(str, cores)),

@@ -44,7 +44,8 @@ class UpOptions:
     deterministic: bool = False
     """Tokens of a request do not depend on what else is computed."""
     device: str = ""
-    """A torch device, e.g. cuda; empty: as the worker chooses, which is the CPU."""
+    """A torch device, e.g. cuda; empty: as the worker chooses, which is the CPU. Several, with commas,
+    are dealt out to the instances in turn."""
     log_level: str = "info"
     set: tuple[str, ...] = ()
     """Further settings of services, each `SERVICE.FIELD=VALUE`."""
@@ -61,6 +62,27 @@ class UpOptions:
             elif value not in (None, False, "", 0):
                 args += [flag, str(value)]
         return args
+
+
+def check_formats(options: UpOptions) -> None:
+    """Raise `BadOption` for a device or formats that no worker could serve, before anything is started."""
+    for device in (named or "cpu" for named in devices_of(options)):
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise BadOption(f"--device {device}: write cpu, cuda, or of several cuda:0,cuda:1")
+        cuda = device != "cpu"
+        if cuda and options.dtype.startswith("int8"):
+            raise BadOption(f"--dtype {options.dtype} on {device}: choose float32, float16 or bfloat16")
+        if cuda and options.deterministic:
+            raise BadOption(f"--deterministic is computed on CPUs only, not on {device}")
+        for flag, value in (("dtype", options.dtype), ("kv-dtype", options.kv_dtype)):
+            if not cuda and value == "bfloat16":
+                raise BadOption(f"--{flag} bfloat16 is computed on CUDA devices only: take float16, as small")
+
+
+def devices_of(options: UpOptions) -> list[str]:
+    """The device of each instance; empty: as the worker chooses."""
+    named = [device.strip() for device in options.device.split(",")]
+    return [named[i % len(named)] for i in range(options.instances)]
 
 
 def parse_http(text: str) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 from deploy import credentials as users
 from deploy.down import leftovers, stopped
 from deploy.mesh import Places, stages
-from deploy.options import BadOption, UpOptions, check_settings, instance_names, parse_http
+from deploy.options import BadOption, UpOptions, check_formats, check_settings, instance_names, parse_http
 from deploy.processes import end, identify
 from deploy.rundir import RunDir, RunDirError
 from deploy.servers import MissingServer, find_nats, find_redis, free_port, port_taken
@@ -59,6 +59,7 @@ def say(line: str) -> None:
 
 def _check(options: UpOptions) -> None:
     instance_names(options.instances)
+    check_formats(options)
     try:
         parse_bytes(options.kv_memory)
     except SettingsError as error:

@@ -30,7 +30,7 @@ class Canary:
         ids = card.tokenizer.encode("Hello", add_special_tokens=True).ids
         self._prompt = ids or [0]
         self._proved_at = -1e9
-        self._failure = "no canary has gone through yet"
+        self._failure = "no request of its own, a canary, has gone through yet"
         self._failed_at = -1e9
         self._pending = ""
         self._sent = 0

@@ -9,6 +9,13 @@ from shared.runtime.settings import ServiceSettings, SettingsError
 _UNITS = {"": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 
 
+def default_kv(dtype: str, device: str) -> str:
+    """KV format for weights of `dtype`: theirs on CUDA devices; on CPUs float32 for float32, else float16."""
+    if device.startswith("cuda"):
+        return dtype
+    return "float32" if dtype == "float32" else "float16"
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(ServiceSettings):
     """One rank of one instance."""
@@ -21,7 +28,7 @@ class WorkerSettings(ServiceSettings):
     """Of the weights. On CPUs arithmetic is float32, save for int8-dynamic, which quantises activations too
     and multiplies integers. bfloat16 needs a CUDA device, the int8 formats a CPU."""
     kv_dtype: Literal["", "float32", "float16", "bfloat16"] = ""
-    """Of the KV blocks; empty: float32 on CPUs, the weights' dtype on CUDA devices."""
+    """Of the KV blocks; empty: as `default_kv` says."""
     kv_memory: str = "512MiB"
     """Memory of the KV blocks: a number of bytes, or with KiB, MiB, GiB, TiB."""
     block_tokens: int = 16
@@ -56,7 +63,7 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def kv_format(self) -> str:
-        return self.kv_dtype or (self.dtype if self.device.startswith("cuda") else "float32")
+        return self.kv_dtype or default_kv(self.dtype, self.device)
 
     @property
     def slots(self) -> int:

@@ -37,10 +37,15 @@ PATIENT = ("--set", "gateway.queue_timeout_s=3600", "--set", "gateway.request_ti
 
 def options(text: str, module: str) -> argparse.ArgumentParser:
     """A parser with what every script takes; `module` is its own, for `python -m`."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=text)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0, help="prompts, samples and order follow from it")
     parser.add_argument(
-        "--out", type=Path, default=Path("docs/benchmarks"), help="folder of the JSON and PNG"
+        "--out",
+        type=Path,
+        default=Path("docs/benchmarks"),
+        help="folder of the JSON and PNG; the default holds the committed ones, which are replaced",
     )
     return parser
 

@@ -12,6 +12,7 @@ import torch
 
 from deploy.bench.plots import COLOURS, figure
 from services.worker.engine.executor import EngineOptions, TorchExecutor
+from services.worker.engine.formats import FORMATS
 from services.worker.engine.memory import Arena
 from services.worker.step import SlotArrays, StepInput
 from shared.model import resolve
@@ -137,7 +138,7 @@ def draw(found: dict[str, Measured], chunk: int, bound_s: dict[str, float]) -> A
 def main() -> int:
     parser = options(__doc__ or "", MODULE)
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--dtype", default="float16", help="weights")
+    parser.add_argument("--dtype", choices=sorted(FORMATS), default="float16", help="weights")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="decode steps of each kind per round")

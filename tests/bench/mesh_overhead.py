@@ -19,6 +19,7 @@ from deploy.bench.runner import Conditions, closed_loop
 from deploy.bench.workload import Job, Shape, random_jobs
 from services.worker.compute import BrokenSession, Compute
 from services.worker.engine.executor import EngineOptions, TorchExecutor
+from services.worker.settings import default_kv
 from services.worker.slots import Batch, BatchShape
 from services.worker.step import Executor
 from shared.model import resolve
@@ -105,7 +106,9 @@ def main() -> int:
     command = announce(args, MODULE)
     shape = Shape(args.prompt_tokens, args.output_tokens)
     folder: Path = resolve(MODEL).path
-    executor = TorchExecutor(folder, EngineOptions(dtype=args.dtype, threads=args.threads))
+    executor = TorchExecutor(
+        folder, EngineOptions(dtype=args.dtype, kv_dtype=default_kv(args.dtype, "cpu"), threads=args.threads)
+    )
     direct = Direct(executor, args.concurrency)
     rates: dict[str, list[float]] = {"direct": [], "mesh": []}
     count = args.concurrency * args.batches

@@ -2,8 +2,12 @@
 
 A server is `NAME MODEL PORT COMMAND…` in one argument. With `--server` it is started for each of its turns
 and stopped after; with `--paused` (for those that take minutes to start) it is started once and stopped by
-signal (SIGSTOP) between its turns. Every round has its own prompts, so that nobody finds those of the round
-before in a cache. The first server named is the one the others are compared with.
+signal (SIGSTOP) between its turns. MODEL is its name in /v1/models; {port} in COMMAND stands for PORT.
+Every round has its own prompts, so that nobody finds those of the round before in a cache. The first server
+named is the one the others are compared with:
+
+    python -m tests.bench.peers --server 'hortator smollm2-135m-instruct 8101 hortator up
+        --http 127.0.0.1:{port} --run-dir /tmp/peers' --paused 'vllm smol 18000 vllm serve … --port {port}'
 """
 
 import argparse
@@ -52,7 +56,9 @@ class Server:
         name, model, port, *command = shlex.split(text)
         if not command:
             raise argparse.ArgumentTypeError(f"{text!r}: write NAME MODEL PORT COMMAND…")
-        return cls(name, model, int(port), command, paused)
+        if not port.isdecimal():
+            raise argparse.ArgumentTypeError(f"{text!r}: PORT is {port!r}; write NAME MODEL PORT COMMAND…")
+        return cls(name, model, int(port), [word.replace("{port}", port) for word in command], paused)
 
     @property
     def target(self) -> Target:
@@ -66,7 +72,7 @@ class Server:
         else:
             self._signal(signal.SIGCONT)
         try:
-            asyncio.run(self._answers())
+            asyncio.run(self._answers(log))
             yield
         finally:
             if self.paused:
@@ -92,21 +98,30 @@ class Server:
             self.process = subprocess.Popen(self.command, stdout=out, stderr=out, start_new_session=True)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.process is not None:
+        if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, number)
 
-    async def _answers(self) -> None:
+    async def _answers(self, log: Path) -> None:
         """Wait for a request to go through: a port that is open says little."""
         stop = time.monotonic() + _START_S
         while True:
             if self.process is not None and (status := self.process.poll()) is not None:
-                raise SystemExit(f"{self.name} ended with status {status}: {shlex.join(self.command)}")
+                raise SystemExit(
+                    f"{self.name} ended with status {status}: {shlex.join(self.command)}\n{_tail(log)}"
+                )
             try:
                 return await warm_up(self.target, Shape(16, 2), Conditions(timeout_s=60.0))
             except Exception as error:
                 if time.monotonic() > stop:
-                    raise SystemExit(f"{self.name} did not answer within {_START_S:.0f} s: {error}") from None
+                    raise SystemExit(
+                        f"{self.name} did not answer within {_START_S:.0f} s: {error}\n{_tail(log)}"
+                    ) from None
             await asyncio.sleep(0.5)
+
+
+def _tail(log: Path) -> str:
+    """The last lines that a server printed."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
 def own_load(server: Server, clients: int, shape: Shape, seed: int) -> dict[str, Any]:
@@ -195,13 +210,18 @@ def main() -> int:
     parser.add_argument("--server", type=lambda text: Server.parse(text, False), **server)
     parser.add_argument("--paused", type=lambda text: Server.parse(text, True), **server)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="every other one in reverse order")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument(
         "--load", default="", help="another generator; {port} {model} {clients} {seed} stand in it"
     )
-    parser.add_argument("--promise", action="append", default=[], help="CLIENTS:RATIO[:NAME]")
+    parser.add_argument(
+        "--promise",
+        action="append",
+        default=[],
+        help="CLIENTS:RATIO[:NAME]: tokens/s of the first over those of NAME, or of the best",
+    )
     parser.add_argument("--gap-ms", type=float, default=0.0, help="promised 99th percentile, most clients")
     parser.add_argument("--name", default="peers", help="of the JSON and PNG")
     args = parser.parse_args()

@@ -269,14 +269,15 @@ def performance(bench: Bench, dtype: str, seconds: float) -> list[Line]:
     lines = [
         Line("memory: copy", f"{bandwidth / 1e9:,.0f} GB/s"),
         Line(f"arithmetic: {dtype} matmul", f"{rate / 1e12:,.1f} TFLOP/s"),
-        *[Line(name, text) for name, text in bench.decoder.detail().items()],
+        *([Line(name, text) for name, text in bench.decoder.detail().items()] if on.type == "cuda" else []),
     ]
     for rows in BATCHES:
         if rows * bench.shape.blocks > bench.blocks:
-            lines.append(Line(f"decode, {rows} rows", "skipped: KV does not fit the device's memory"))
+            why = "KV does not fit the device's memory" if on.type == "cuda" else "too slow on a CPU"
+            lines.append(Line(f"decode, {rows} rows", f"skipped: {why}"))
             continue
         bound = decode_bytes(config, element, rows, bench.shape.context) / bandwidth
-        for captures in (True, False):
+        for captures in (True, False) if on.type == "cuda" else (False,):
             bench.decoder.captures = captures
             for ahead in (False, True):
                 took = bench.decode_s(rows, ahead, seconds)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The GPU lane: tests of the CUDA path, then one table. At most 8 minutes; downloads nothing.
 #
-#   tests/gpu/run.sh [MODEL_FOLDER | 135m | 1b | 8b] [options of tests/gpu/measure.py]
+#   tests/gpu/run.sh [MODEL_FOLDER | tiny | 135m | 1b | 8b] [options of tests/gpu/measure.py]
 #
 # PYTHON names the interpreter; it needs hortator[worker], pytest and pytest-timeout, and a CUDA build of torch.
 set -u
@@ -9,11 +9,23 @@ cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-}
 [ -n "$python" ] || { [ -x .venv/bin/python ] && python=.venv/bin/python || python=python3; }
 
+case " $* " in *" -h "* | *" --help "*)
+    sed -n '2,6s/^# \{0,1\}//p' "$0"
+    exec "$python" -m tests.gpu.measure --help
+esac
+
 "$python" - <<'CHECK' || exit 2
 import sys
-import torch
+try:
+    import torch, pytest, pytest_timeout, services.worker.engine
+except ImportError as error:
+    sys.exit(f"{sys.executable}: {error}. Install hortator[worker], pytest and pytest-timeout there, or set PYTHON")
 if not torch.cuda.is_available():
-    sys.exit(f"NO CUDA DEVICE: torch {torch.__version__} sees none; check nvidia-smi and that torch is a CUDA build")
+    sys.exit(
+        f"NO CUDA DEVICE: torch {torch.__version__} sees none; check nvidia-smi and that torch is a CUDA build. "
+        "The script itself can be checked without one:\n"
+        f"  {sys.executable} -m tests.gpu.measure tiny --device cpu --dtype float32 --seconds 0.1"
+    )
 CHECK
 
 timeout 200 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider

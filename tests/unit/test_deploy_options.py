@@ -11,7 +11,15 @@ import pytest
 
 from deploy import credentials as users
 from deploy.mesh import Places, share_cores, stages
-from deploy.options import BadOption, UpOptions, check_settings, instance_names, parse_http, parse_settings
+from deploy.options import (
+    BadOption,
+    UpOptions,
+    check_formats,
+    check_settings,
+    instance_names,
+    parse_http,
+    parse_settings,
+)
 from deploy.rundir import RunDir
 from deploy.servers import free_port, port_taken
 from deploy.setup_torch import cuda_packages
@@ -54,6 +62,33 @@ def test_further_settings_are_read_per_service_and_reach_it(tmp_path):
     _, specs = _specs(tmp_path, options)
     assert next(s for s in specs if s.service == "worker").env["HORTATOR_MOCK_STEP_S"] == "0.01"
     assert "HORTATOR_MOCK_STEP_S" not in next(s for s in specs if s.service == "gateway").env
+
+
+def test_devices_are_dealt_out_to_the_instances_in_turn(tmp_path):
+    def devices(**options):
+        _, specs = _specs(tmp_path, UpOptions(run_dir=tmp_path, **options))
+        return [s.env.get("HORTATOR_DEVICE") for s in specs if s.service == "worker"]
+
+    assert devices(instances=3, device="cuda:0, cuda:1") == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices(instances=2, device="cuda") == ["cuda", "cuda"]
+    assert devices(instances=2) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"device": "gpu"}, "--device gpu: write cpu, cuda"),
+        ({"device": "cuda:0,cpu,tpu", "instances": 3}, "--device tpu"),
+        ({"device": "cuda:x"}, "--device cuda:x"),
+        ({"device": "cuda", "dtype": "int8"}, "--dtype int8 on cuda"),
+        ({"device": "cuda", "deterministic": True}, "--deterministic is computed on CPUs only"),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16 is computed on CUDA devices only"),
+        ({"kv_dtype": "bfloat16"}, "--kv-dtype bfloat16"),
+    ],
+)
+def test_formats_that_no_worker_could_serve_are_refused_before_anything_starts(tmp_path, options, complaint):
+    with pytest.raises(BadOption, match=complaint):
+        check_formats(UpOptions(run_dir=tmp_path, **options))
 
 
 @pytest.mark.parametrize("item", ["", "worker", "worker.x", "worker.X Y=1"])

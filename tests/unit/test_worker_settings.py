@@ -38,7 +38,10 @@ def test_cores_that_are_no_numbers_are_refused(text: str) -> None:
 
 
 def test_kv_is_kept_in_the_weights_dtype_on_a_cuda_device_unless_told_otherwise() -> None:
-    assert WorkerSettings().kv_format == "float32"
+    assert WorkerSettings().kv_format == "float16"
+    assert WorkerSettings(dtype="int8").kv_format == "float16"
+    assert WorkerSettings(dtype="float32").kv_format == "float32"
+    assert WorkerSettings(kv_dtype="float32").kv_format == "float32"
     assert WorkerSettings(device="cuda:1", dtype="bfloat16").kv_format == "bfloat16"
     assert WorkerSettings(device="cuda", kv_dtype="float32").kv_format == "float32"
 

@@ -232,14 +232,17 @@ def choose(folder: ModelFolder, device: Device, kv: KvCache, scope: Scope, finge
     decoder = builder.whole(candidates[0])
     if scope.measure_s <= 0 or (len(candidates) == 1 and not can_pin):
         speed = measure_speed(decoder, kv, max_len, scope.measure_s / 2)
-        origin = "the only candidate" if len(candidates) == 1 else "not measured"
-        return Choice(decoder, candidates[0], speed, (), reason, origin)
+        if scope.measure_s <= 0:
+            return Choice(decoder, candidates[0], speed, (), reason, "not measured")
+        table = [Measured(candidates[0], speed)]
+        return Choice(decoder, candidates[0], speed, tuple(table), reason, "the only candidate")
     table, alone = _measure_all(builder, candidates, scope, kv, max_len)
     best = _best(table)
     if not best.candidate.pinned:
         cores.release()
     table.sort(key=lambda m: m.speed.request_s)
-    origin = f"the fastest of {len(table)} measured"
+    within = "" if table[0] is best else f"within {1 - _MARGIN:.0%} of "
+    origin = f"{within}the fastest of {len(table)} measured"
     if alone:
         memory.keep(_Fact(best.candidate, tuple(table)))
     else:

@@ -21,7 +21,7 @@ from services.worker.engine.executor import EngineOptions, TorchExecutor
 from services.worker.engine.native.build import KernelsUnavailable
 from services.worker.engine.peaks import Peaks, measure_peaks
 from services.worker.engine.weights import BadWeights
-from services.worker.settings import parse_bytes
+from services.worker.settings import default_kv, parse_bytes
 from services.worker.shape import BatchShape
 from services.worker.slots import Batch
 from services.worker.step import ExecutorInfo, SlotArrays, StepInput, StepOutput
@@ -72,6 +72,11 @@ class OpTime:
 @dataclass(frozen=True)
 class StepProfile:
     workload: str
+    rows: int
+    context: int
+    """Tokens each row has before the first step."""
+    count: int
+    """Tokens each row computes in a step."""
     steps: int
     step_s: float
     """Mean time of a step, measured around it."""
@@ -179,6 +184,9 @@ class _Rig:
         cost = step_cost(self._executor, w, w.context + 1 + _WARM_UP + steps // 2 if decode else w.count)
         return StepProfile(
             w.name,
+            w.rows,
+            w.context,
+            w.count,
             steps,
             wall_s / steps,
             tuple(_op(name, s / steps, s / wall_s, cost) for name, s in spent.items()),
@@ -241,7 +249,7 @@ def main(argv: Sequence[str] | None = None, workloads: Sequence[Workload] = WORK
     parser = argparse.ArgumentParser(prog="services.worker.engine.profile")
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--kv-dtype", default="float32")
+    parser.add_argument("--kv-dtype", default="")
     parser.add_argument("--kv-memory", default="1GiB")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--kernels", default="auto")
@@ -254,7 +262,7 @@ def main(argv: Sequence[str] | None = None, workloads: Sequence[Workload] = WORK
     try:
         options = EngineOptions(
             dtype=args.dtype,
-            kv_dtype=args.kv_dtype,
+            kv_dtype=args.kv_dtype or default_kv(args.dtype, args.device),
             kv_bytes=parse_bytes(args.kv_memory),
             threads=args.threads or None,
             kernels=args.kernels,
