@@ -121,7 +121,7 @@ class BudgetRules:
     """From an instance's result to its next frame, by NATS and planning; hidden by frames in flight."""
     depth_min: int = 2
     depth_max: int = 16
-    prompt_share: float = 0.2
+    prompt_share: float = 0.25
     """Part of a step that prompts may have where decodes alone fill the target, up to the cap."""
     floor_tokens: int = 16
     """Prompt tokens granted whatever decodes take, so that prompts always get on."""

@@ -75,10 +75,10 @@ def test_without_decodes_a_step_fills_the_cap():
     assert tokens == int((0.5 - 0.02) / 0.0016)
 
 
-def test_prompts_have_a_fifth_of_the_step_where_decodes_fill_the_target():
+def test_prompts_have_a_quarter_of_the_step_where_decodes_fill_the_target():
     cost = Cost(0.05, 0.003, 0.002)
     tokens = BudgetRules(itl_target_s=0.25).prefill_tokens(cost, 70, 2048)
-    assert cost.per_token_s * tokens / cost.step_s(70, tokens) == pytest.approx(0.2, abs=0.01)
+    assert cost.per_token_s * tokens / cost.step_s(70, tokens) == pytest.approx(0.25, abs=0.01)
     assert cost.step_s(70, tokens) < 0.5
 
 
