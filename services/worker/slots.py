@@ -23,13 +23,10 @@ from services.worker.faults import FrameFault, RequestFault, check_sampling, len
 from services.worker.hashes import BlockHashes
 from services.worker.prefixes import Prefixes
 from services.worker.shape import BatchShape
-from services.worker.step import I32, SlotArrays, StepInput, StepOutput
+from services.worker.step import I32, NOT_FINITE, SlotArrays, StepInput, StepOutput
 from services.worker.stops import StopReason, StopRules
 from services.worker.tables import BlockTables, Rows
 from shared.wire import Admit, Extend, KvOp, SlotLogprobs, SlotPromptLogprobs, Step, Stopped, Stored
-
-NOT_FINITE = -2
-"""`StepOutput.tokens` of a row whose logits were not finite."""
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,9 @@ from shared.wire import Sampling
 
 I32 = NDArray[np.int32]
 
+NOT_FINITE = -2
+"""Instead of a token, where a row's logits hold NaN or infinity."""
+
 
 @dataclass
 class SlotArrays:

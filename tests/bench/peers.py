@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument(
-        "--load", default="", help="another generator; {port} {model} {clients} {seed} stand in it"
+        "--load", default="", help="another generator, with {port} {model} {clients} {seed} {prompt} {output}"
     )
     parser.add_argument(
         "--promise",

@@ -35,14 +35,8 @@ from services.worker.step import SlotArrays, StepInput  # noqa: E402
 from shared.wire import Sampling  # noqa: E402
 from tests.support.device_executor import device_executor  # noqa: E402
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads of torch wait for each other at every tiny operation."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytest_plugins = ("tests.support.torch_threads",)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.mark.parametrize("graphs", [True, False])

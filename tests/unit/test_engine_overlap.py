@@ -18,14 +18,8 @@ from services.worker.slots import Batch  # noqa: E402
 from shared.wire import Admit, Sampling, Work  # noqa: E402
 from tests.support.device_executor import device_executor  # noqa: E402
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads of torch wait for each other at every tiny operation."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytest_plugins = ("tests.support.torch_threads",)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def compute_of(executor, shape, name=NAME):

@@ -17,14 +17,8 @@ try:
 except build.KernelsUnavailable as error:
     pytest.skip(f"no native kernels here: {error}", allow_module_level=True)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """Torch's spinning threads and the kernels' teams would wait for each other where cores are few."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytest_plugins = ("tests.support.torch_threads",)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 class Paged:

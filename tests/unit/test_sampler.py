@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 from services.worker.engine.draw import draw_rows, keep  # noqa: E402
 from services.worker.engine.native.build import KernelsUnavailable  # noqa: E402
 from services.worker.engine.native.decoder import Kernels  # noqa: E402
-from services.worker.engine.sampler import NOT_FINITE, SampleRow, sample  # noqa: E402
+from services.worker.engine.sampler import SampleRow, sample  # noqa: E402
 from services.worker.engine.uniform import uniforms  # noqa: E402
+from services.worker.step import NOT_FINITE  # noqa: E402
 from shared.wire import Sampling  # noqa: E402
 
 VOCAB = 24

@@ -24,10 +24,11 @@ from services.worker.engine.cuda.draw import OnTheWay
 from services.worker.engine.decoder import Timed
 from services.worker.engine.device import Device
 from services.worker.engine.kvcache import KvCache, plan_kv
-from services.worker.engine.sampler import NOT_FINITE, SampleRow, sample, top_logprobs
+from services.worker.engine.sampler import SampleRow, sample, top_logprobs
 from services.worker.engine.weights import ModelFolder
 from services.worker.step import (
     I32,
+    NOT_FINITE,
     Computed,
     ExecutorInfo,
     Pending,
@@ -127,12 +128,12 @@ class TorchExecutor:
     @torch.inference_mode()
     def begin(self, step: StepInput, slots: SlotArrays) -> Pending:
         """The part of `run` that does not wait for a device; raises what `run` does."""
+        begun = time.perf_counter()
         check_step(step, slots, self._kv.blocks, self.config.max_len)
         for source, target in step.copies:
             self._kv.copy(source, target)
         if not len(step.slots):
             return Computed(StepOutput(np.zeros(0, np.int32)))
-        begun = time.perf_counter()
         batch = build_batch(step, slots, self._kv.block_tokens)
         if int(batch.block_table.max()) >= self._kv.blocks:
             raise ValueError(f"block {batch.block_table.max()} of {self._kv.blocks}")

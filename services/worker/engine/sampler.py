@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 
 from services.worker.engine.draw import DEPTHS, DRAW, DrawRows, best_first, draw_rows
 from services.worker.engine.uniform import uniforms
-from services.worker.step import I32, TokenLogprobs
+from services.worker.step import I32, NOT_FINITE, TokenLogprobs
 from shared.wire import Sampling
-
-NOT_FINITE = -2
-"""Instead of a token, where a row's logits hold NaN or infinity."""
 
 Scan = Callable[[NDArray[np.float32]], tuple[NDArray[np.bool_], NDArray[np.int64]]]
 """Values [rows, size] → (every value of the row is finite, index of its first maximum)."""
@@ -28,7 +25,9 @@ Scan = Callable[[NDArray[np.float32]], tuple[NDArray[np.bool_], NDArray[np.int64
 COLDEST = 1e-5
 """Below this temperature the largest is taken, as in vLLM: float32 could not tell it from a division by 0."""
 
-_HOTTEST = 1e30
+HOTTEST = 1e30
+"""Temperatures are lowered to this, which float32 holds."""
+
 _MOST_IDS = 2**31 - 1
 _MASKED = -np.inf
 
@@ -116,7 +115,7 @@ def _draws(rows: Sequence[SampleRow], largest: I32, which: Sequence[int]) -> NDA
     draws["top_k"] = [min(max(s.top_k, 0), _MOST_IDS) for s in samplings]
     draws["top_p"] = [s.top_p for s in samplings]
     draws["min_p"] = [min(s.min_p, 1.0) for s in samplings]
-    draws["temperature"] = [min(s.temperature, _HOTTEST) for s in samplings]
+    draws["temperature"] = [min(s.temperature, HOTTEST) for s in samplings]
     draws["uniform"] = uniforms(
         np.array([s.seed & (2**64 - 1) for s in samplings], np.uint64),
         np.array([rows[i].choice for i in which], np.uint64),

@@ -9,13 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.engine.sampler import COLDEST, NOT_FINITE
+from services.worker.engine.sampler import COLDEST, HOTTEST
 from services.worker.engine.uniform import uniforms
-from services.worker.step import I32, SlotArrays, StepInput
+from services.worker.step import I32, NOT_FINITE, SlotArrays, StepInput
 from shared.wire import Sampling
-
-_HOTTEST = 1e30
-"""Below what float32 holds."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class PlainDraws:
         self._plain[slot] = is_plain(sampling)
         # Bounded as the sampler does it.
         warm = sampling.temperature >= COLDEST
-        self._temperature[slot] = min(sampling.temperature, _HOTTEST) if warm else 0.0
+        self._temperature[slot] = min(sampling.temperature, HOTTEST) if warm else 0.0
         self._seed[slot] = sampling.seed & (2**64 - 1)
 
 

@@ -1,4 +1,4 @@
-"""The structs of `src/decoder.cpp`, `src/matrix.h`, `src/int8.h`, field for field.
+"""The structs of `src/decoder.cpp`, `src/matrix.h` and `src/int8.h`, field for field.
 
 That of `src/draw.h` is `services.worker.engine.draw.DRAW`.
 """
