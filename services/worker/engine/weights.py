@@ -95,6 +95,12 @@ class ModelFolder:
         file, and ends the process when the file is cut short."""
         return self._handles[self._where[name]].get_tensor(name).to(torch.float32, copy=True).contiguous()
 
+    def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Indices [start, stop) of dimension `dim` of a tensor, as `tensor`; no more is read from the file."""
+        view = self._handles[self._where[name]].get_slice(name)
+        cut = view[start:stop] if dim == 0 else view[:, start:stop]
+        return cut.to(torch.float32, copy=True).contiguous()
+
     def layers(self) -> Iterator[LayerWeights]:
         """The layers in order, fused as `LayerWeights` says; one is in memory at a time."""
         c = self.config
