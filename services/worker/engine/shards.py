@@ -9,6 +9,8 @@ from services.worker.engine.config import ModelConfig
 from services.worker.engine.weights import LayerWeights, ModelFolder
 from services.worker.parallel.split import Shard, Span, plan_shards
 
+_GATED = ("gate", "up")
+
 
 @dataclass(frozen=True)
 class HeadLayout:
@@ -32,9 +34,9 @@ class HeadLayout:
 class ShardedFolder:
     """`ModelFolder` as one rank sees it: `config` has its numbers of heads, channels and vocabulary rows.
 
-    `whole` is the model's own configuration. With `filled`, each KV head has as many query heads as the widest
-    (`HeadLayout.width`), so that code which knows one number for all computes uneven splits too. Biases that
-    are added once for the group are those of rank 0; on others they are None.
+    `whole` is the model's own configuration. With `filled`, each KV head has as many query heads as the
+    widest (`HeadLayout.width`), so that code which knows one number for all computes uneven splits too.
+    Biases that are added once for the group are those of rank 0; on others they are None.
     """
 
     def __init__(self, folder: ModelFolder, shard: Shard, filled: bool) -> None:
@@ -117,5 +119,5 @@ class ShardedFolder:
 
 
 def shard_of(folder: ModelFolder, rank: int = 0, size: int = 1, filled: bool = False) -> ShardedFolder:
-    """The part of `folder` that `rank` of `size` holds. Raises ValueError where the model cannot be split so."""
+    """The part of `folder` that `rank` of `size` holds. Raises ValueError where it cannot be split so."""
     return ShardedFolder(folder, plan_shards(folder.config, size).shards[rank], filled)

@@ -96,7 +96,7 @@ class ModelFolder:
         return self._handles[self._where[name]].get_tensor(name).to(torch.float32, copy=True).contiguous()
 
     def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Indices [start, stop) of dimension `dim` of a tensor, as `tensor`; no more is read from the file."""
+        """Indices [start, stop) of dimension `dim` of a tensor, as `tensor`; only those are read."""
         view = self._handles[self._where[name]].get_slice(name)
         cut = view[start:stop] if dim == 0 else view[:, start:stop]
         return cut.to(torch.float32, copy=True).contiguous()
