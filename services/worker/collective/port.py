@@ -68,3 +68,6 @@ class Loopback:
 
     def close(self) -> None:
         pass
+
+
+LOOPBACK = Loopback()

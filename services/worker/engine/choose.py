@@ -17,6 +17,7 @@ import torch
 
 from services.worker.engine import cores
 from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.config import ModelConfig
 from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.decoder import Decoder, Timed, TorchDecoder
 from services.worker.engine.device import Device
@@ -24,6 +25,7 @@ from services.worker.engine.kvcache import KvCache, KvPlan
 from services.worker.engine.native import build
 from services.worker.engine.native.decoder import Kernels, NativeDecoder, why_not
 from services.worker.engine.remembered import Remembered, cpu_name
+from services.worker.engine.shards import shard_of
 from services.worker.engine.weights import ModelFolder
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ _PROBE_LAYERS = 6
 _MARGIN = 0.97
 """How much of the time of what stands before it a candidate may take at most to be preferred."""
 _SHOWN = 8
+_REPEATS = 8
 _MOST_THREADS = 64
 """What may be asked for on machines with fewer cores, where more than those are of no use anyway."""
 _UNDISTURBED = 0.85
@@ -162,7 +165,7 @@ class _Builder:
             return TorchDecoder(self._folder, self._device, self._kv, self._deterministic)
         team = self._muster(candidate)
         if self._native is None:
-            self._native = NativeDecoder(team, self._folder, self._device.form, self._kv)
+            self._native = NativeDecoder(team, shard_of(self._folder), self._device.form, self._kv)
         self._native.use(team)
         self._dismiss()
         self._team = team
@@ -210,7 +213,7 @@ def choose(folder: ModelFolder, device: Device, kv: KvCache, scope: Scope, finge
     """
     if device.torch.type != "cpu":
         return _on_device(folder, device, kv, scope)
-    kinds, reason = _kinds(folder, kv, scope.kernels)
+    kinds, reason = kinds_of_kernels(folder.config, kv, scope.kernels)
     if not set(scope.cores) <= os.sched_getaffinity(0):
         raise ValueError(f"cores {scope.cores}: this process may only use {sorted(os.sched_getaffinity(0))}")
     if scope.deterministic:
@@ -309,14 +312,14 @@ def _circumstances(
     }
 
 
-def _kinds(folder: ModelFolder, kv: KvCache, kernels: str) -> tuple[tuple[str, ...], str | None]:
+def kinds_of_kernels(config: ModelConfig, kv: KvCache, kernels: str) -> tuple[tuple[str, ...], str | None]:
     """Kinds of kernels to choose from, and why the native ones are not among them."""
     if kernels not in ("auto", "native", "torch"):
         raise ValueError(f"--kernels {kernels}: choose auto, native or torch")
     if kernels == "torch":
         return ("torch",), "torch is asked for"
     try:
-        if reason := why_not(folder.config, kv):
+        if reason := why_not(config, kv):
             raise build.KernelsUnavailable(reason)
         build.load()
     except build.KernelsUnavailable as error:
@@ -349,23 +352,31 @@ def _try(builder: _Builder, candidate: Candidate, kv: KvCache, max_len: int, bud
 
 
 def measure_speed(
-    decoder: Decoder, kv: KvCache, max_len: int, budget_s: float, layers_times: float = 1.0
+    decoder: Decoder,
+    kv: KvCache,
+    max_len: int,
+    budget_s: float,
+    layers_times: float = 1.0,
+    repeats: int = _REPEATS,
 ) -> Speed:
-    """The best of what `budget_s` allows. A decoder of fewer layers than the model is scaled up to it.
+    """The best of `repeats` or of what `budget_s` allows. A decoder of fewer layers than the model is scaled up
+    to it.
 
     Writes into block 0 onwards: run it before any sequence exists.
     """
     chunk = max(1, min(_CHUNK, max_len, kv.blocks * kv.block_tokens))
     deadline = time.perf_counter() + budget_s
-    decode = _best_time(decoder, _probe(kv, chunk - 1, 1), deadline - 0.6 * budget_s, layers_times)
-    prefill = _best_time(decoder, _probe(kv, 0, chunk), deadline, layers_times)
+    decode = _best_time(decoder, _probe(kv, chunk - 1, 1), deadline - 0.6 * budget_s, layers_times, repeats)
+    prefill = _best_time(decoder, _probe(kv, 0, chunk), deadline, layers_times, repeats)
     return Speed(chunk / prefill, decode)
 
 
-def _best_time(decoder: Decoder, batch: RaggedBatch, deadline: float, layers_times: float) -> float:
+def _best_time(
+    decoder: Decoder, batch: RaggedBatch, deadline: float, layers_times: float, repeats: int
+) -> float:
     best = float("inf")
     with torch.inference_mode():
-        for _ in range(8):
+        for _ in range(repeats):
             before = _spent(decoder)
             begun = time.perf_counter()
             decoder.forward(batch).cpu()

@@ -4,13 +4,14 @@ On a CPU a step is computed when it is begun. A device is handed one, and its re
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.worker.collective.port import LOOPBACK, Collective
 from services.worker.engine.batch import (
     RaggedBatch,
     build_batch,
@@ -23,9 +24,11 @@ from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.cuda.draw import OnTheWay
 from services.worker.engine.decoder import Timed
 from services.worker.engine.device import Device
+from services.worker.engine.grouped import choose_in_group
 from services.worker.engine.kvcache import KvCache, plan_kv
 from services.worker.engine.sampler import SampleRow, sample, top_logprobs
 from services.worker.engine.weights import ModelFolder
+from services.worker.parallel.split import plan_shards
 from services.worker.step import (
     I32,
     NOT_FINITE,
@@ -67,22 +70,37 @@ class EngineOptions:
 class TorchExecutor:
     """`services.worker.step.OverlappingExecutor` on torch. Construction loads the model, measures its speed.
 
-    Raises `UnsupportedModel`, `BadWeights` or ValueError when the model or the options cannot be served.
+    In a group, every rank has one, and all compute the same steps at once: `info` is the same on all, and so
+    is what steps draw. Raises `UnsupportedModel`, `BadWeights` or ValueError when the model or the options
+    cannot be served, and `GroupLost`.
     """
 
-    def __init__(self, model_dir: Path, options: EngineOptions = EngineOptions()) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        options: EngineOptions = EngineOptions(),
+        collective: Collective = LOOPBACK,
+    ) -> None:
         folder = ModelFolder(model_dir, options.max_len)
-        config = folder.config
+        self.config = config = folder.config
+        self.split = split = plan_shards(config, collective.size)
+        shard = split.shards[collective.rank]
         device = Device(options.device, options.dtype)
-        plan = plan_kv(config, options.kv_dtype, options.kv_bytes, options.block_tokens)
-        self._kv = KvCache(config, plan, options.kv_dtype, device.torch)
-        self.config = config
+        held = sum(each.kv_heads.size for each in split.shards)
+        plan = plan_kv(config, options.kv_dtype, options.kv_bytes, options.block_tokens, held)
+        own = replace(config, kv_heads=shard.kv_heads.size)
+        self._kv = KvCache(own, plan, options.kv_dtype, device.torch)
+        self._collective = collective
         self._batch_s = self._forward_s = self._sample_s = 0.0
         fingerprint = folder.fingerprint(options.dtype, options.kv_dtype)
         scope = Scope(
             options.kernels, options.threads, options.deterministic, options.cores, options.measure_s
         )
-        made = choose(folder, device, self._kv, scope, fingerprint)
+        if collective.size == 1:
+            made = choose(folder, device, self._kv, scope, fingerprint)
+        else:
+            fingerprint += f"-tp{collective.size}"  # a rank's KV is only its own heads'
+            made = choose_in_group(folder, device, self._kv, scope, collective)
         self._decoder = made.decoder
         folder.close()
         detail = {
@@ -93,6 +111,8 @@ class TorchExecutor:
             "deterministic": "yes" if options.deterministic else "no",
             "block_bytes": str(plan.block_bytes),
         } | made.detail()
+        if collective.size > 1:
+            detail |= {"tp": str(collective.size), "split": split.describe()}
         self._info = ExecutorInfo(
             fingerprint=fingerprint,
             block_tokens=plan.block_tokens,

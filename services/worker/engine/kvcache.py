@@ -18,22 +18,29 @@ class KvPlan:
 
     block_tokens: int
     block_bytes: int
+    """On all ranks of a group together."""
     blocks: int
 
 
-def plan_kv(config: ModelConfig, kv_dtype: str, kv_bytes: int, block_tokens: int) -> KvPlan:
-    """Blocks that fit into `kv_bytes`. Raises ValueError, showing the arithmetic, when not one does."""
+def plan_kv(
+    config: ModelConfig, kv_dtype: str, kv_bytes: int, block_tokens: int, kv_heads: int | None = None
+) -> KvPlan:
+    """Blocks that fit into `kv_bytes`. Raises ValueError, showing the arithmetic, when not one does.
+
+    `kv_heads` are those that all ranks of a group hold together; None: those of the model, as one rank does.
+    """
     if kv_dtype not in DTYPES:
         raise ValueError(f"--kv-dtype {kv_dtype}: choose one of {', '.join(DTYPES)}")
     if block_tokens < 1:
         raise ValueError(f"blocks of {block_tokens} tokens: a block holds at least one")
-    token_bytes = 2 * config.layers * config.kv_size * _DTYPE_BYTES[kv_dtype]
+    width = (kv_heads or config.kv_heads) * config.head_dim
+    token_bytes = 2 * config.layers * width * _DTYPE_BYTES[kv_dtype]
     block_bytes = token_bytes * block_tokens
     blocks = kv_bytes // block_bytes
     if blocks < 1:
         raise ValueError(
             f"KV memory of {kv_bytes} bytes holds no block: a block of {block_tokens} tokens takes 2 × "
-            f"{config.layers} layers × {config.kv_size} × {_DTYPE_BYTES[kv_dtype]} bytes × {block_tokens} = "
+            f"{config.layers} layers × {width} × {_DTYPE_BYTES[kv_dtype]} bytes × {block_tokens} = "
             f"{block_bytes} bytes; raise --kv-memory"
         )
     return KvPlan(block_tokens, block_bytes, blocks)

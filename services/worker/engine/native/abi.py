@@ -1,10 +1,12 @@
-"""The structs of `src/decoder.cpp`, `src/matrix.h` and `src/int8.h`, field for field.
+"""The structs of `src/pass.h`, `src/decoder.cpp`, `src/matrix.h` and `src/int8.h`, field for field.
 
 That of `src/draw.h` is `services.worker.engine.draw.DRAW`.
 """
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+
+from services.worker.collective.abi import Exchange
 
 Pointer = c_void_p
 
@@ -56,6 +58,9 @@ class Model(Structure):
         ("norm", Pointer),
         ("kv", Pointer),
         ("team", Pointer),
+        ("groups", Pointer),
+        ("first_id", c_int64),
+        ("exchange", POINTER(Exchange)),
     )
 
 
@@ -65,6 +70,7 @@ class Batch(Structure):
         ("rows", c_int64),
         ("table_width", c_int64),
         ("logits", c_int64),
+        ("chunks", c_int64),
         ("ids", Pointer),
         ("positions", Pointer),
         ("row_start", Pointer),
@@ -72,6 +78,7 @@ class Batch(Structure):
         ("write_block", Pointer),
         ("write_offset", Pointer),
         ("logit_tokens", Pointer),
+        ("chunk_start", Pointer),
     )
 
 
@@ -103,13 +110,14 @@ class AttentionCall(Structure):
         ("table", Pointer),
         ("q", Pointer),
         ("out", Pointer),
+        ("groups", Pointer),
     )
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Tell ctypes the functions' parameter types."""
     library.hortator_forward.argtypes = [POINTER(Model), POINTER(Batch), POINTER(Buffers), Pointer, Pointer]
-    library.hortator_forward.restype = None
+    library.hortator_forward.restype = c_int64
     library.hortator_muster.argtypes = [c_int64]
     library.hortator_muster.restype = Pointer
     library.hortator_dismiss.argtypes = [Pointer]

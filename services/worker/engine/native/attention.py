@@ -1,5 +1,8 @@
 """Attention by itself on the native kernels, for tests and measurements; a model's pass has it inside."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from services.worker.engine.native import abi
@@ -15,16 +18,18 @@ def attend(
     row_start: I32,
     positions: I32,
     table: I32,
+    groups: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Attention of rotated queries q [tokens, heads, head_dim] over layer `layer` of `kv`, as q.
 
     `kv` is [block, layer, 2, kv_head, token, head_dim], float32 or float16, and holds the tokens' own keys
     and values; `row_start`, `positions` and `table` are those of a `RaggedBatch`. Heads must be multiples of
-    16 wide and blocks a power of two long.
+    16 wide and blocks a power of two long. `groups` are the query heads of each KV head where they differ.
     """
     _, layers, _, kv_heads, block_tokens, head_dim = kv.shape
     q = q.contiguous()
     out = torch.empty_like(q)
+    each = np.array(groups or [q.shape[1] // kv_heads] * kv_heads, np.int32)
     call = abi.AttentionCall(
         kv=kv.data_ptr(),
         half_kv=int(kv.dtype == torch.float16),
@@ -41,6 +46,7 @@ def attend(
         table=table.ctypes.data,
         q=q.data_ptr(),
         out=out.data_ptr(),
+        groups=each.ctypes.data,
     )
     kernels.library.hortator_attend(kernels.team, call)
     return out

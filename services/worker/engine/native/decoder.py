@@ -1,11 +1,14 @@
 """`Decoder` on the native kernels: packs the weights, keeps the buffers, makes one call per step."""
 
 import weakref
+from collections.abc import Callable
+from ctypes import pointer
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.worker.collective.port import LOOPBACK, Collective, GroupLost
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.formats import GROUP, WeightFormat
@@ -13,14 +16,26 @@ from services.worker.engine.kvcache import KvCache
 from services.worker.engine.memory import Arena, room
 from services.worker.engine.native import abi, build
 from services.worker.engine.rope import rope_tables
-from services.worker.engine.weights import LayerWeights, ModelFolder
+from services.worker.engine.shards import ShardedFolder
+from services.worker.engine.weights import LayerWeights
 from services.worker.step import I32
 
 PANEL = 16
 _MAX_GROUP = 256
 _LOGITS_KEPT = 256
-PHASES = ("embed", "norm", "qkv", "rope and KV write", "attention", "out", "gate and up", "down", "head")
-"""Kinds of work in a pass, as `src/decoder.cpp` counts them."""
+PHASES = (
+    *("embed", "norm", "qkv", "rope and KV write", "attention", "out", "gate and up", "down", "head"),
+    "exposed communication",
+)
+"""Kinds of work in a pass, as `src/pass.h` counts them; the last is none of a rank alone."""
+
+ChunkPlan = Callable[[int], I32]
+"""Tokens of a step → first token of each chunk, then the number of tokens."""
+
+
+def one_chunk(tokens: int) -> I32:
+    """`ChunkPlan` of a rank alone."""
+    return np.array((0, tokens), np.int32)
 
 
 class Kernels:
@@ -140,17 +155,31 @@ def why_not(config: ModelConfig, kv: KvCache) -> str | None:
 
 
 class NativeDecoder:
-    """`services.worker.engine.decoder.Decoder` in C++."""
+    """`services.worker.engine.decoder.Decoder` in C++, of a whole model or of a rank's part of one.
 
-    def __init__(self, kernels: Kernels, folder: ModelFolder, form: WeightFormat, kv: KvCache) -> None:
+    In a group, logits are those of the rank's own vocabulary rows, and `plan` says how a step is cut into
+    chunks: the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        folder: ShardedFolder,
+        form: WeightFormat,
+        kv: KvCache,
+        collective: Collective = LOOPBACK,
+    ) -> None:
         c = self.config = folder.config
-        self._kernels, self._form, self._kv = kernels, form, kv
+        self._kernels, self._form, self._kv, self._collective = kernels, form, kv, collective
+        self.plan: ChunkPlan = one_chunk
         self._keep: list[object] = []
         self._arena = Arena(weight_bytes(c, form))
         layers = (abi.Layer * c.layers)(*(self._layer(w) for w in folder.layers()))
-        embed = self._matrix(folder.tensor("model.embed_tokens.weight"))
-        head = embed if c.tied else self._matrix(folder.tensor("lm_head.weight"))
+        embed = self._matrix(folder.embed())
+        head = embed if c.tied else self._matrix(folder.head())
         cos, sin = rope_tables(c)
+        self._groups = np.array(folder.layout.groups, np.int32)
+        self._exchange = collective.exchange()
         self._model = abi.Model(
             hidden=c.hidden,
             intermediate=c.intermediate,
@@ -166,9 +195,12 @@ class NativeDecoder:
             layer=layers,
             embed=embed,
             head=head,
-            norm=self._vector(folder.tensor("model.norm.weight")),
+            norm=self._vector(folder.norm()),
             kv=kv.data.data_ptr(),
             team=kernels.team,
+            groups=self._groups.ctypes.data,
+            first_id=folder.shard.vocab.start,
+            exchange=None if self._exchange is None else pointer(self._exchange),
         )
         self._spent = np.zeros(len(PHASES))
         self._logits = torch.empty(0, round_up(c.vocab_size))
@@ -186,7 +218,8 @@ class NativeDecoder:
 
     def spent(self) -> dict[str, float]:
         """Seconds of every pass so far by kind of work."""
-        return dict(zip(PHASES, self._spent.tolist()))
+        known = len(PHASES) - (self._exchange is None)
+        return dict(zip(PHASES[:known], self._spent.tolist()))
 
     def use(self, kernels: Kernels) -> None:
         """Compute with another team from now on."""
@@ -194,16 +227,18 @@ class NativeDecoder:
         self._model.team = kernels.team
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """As `Decoder`; the logits are overwritten by the next call."""
+        """As `Decoder`; the logits are overwritten by the next call. Raises `GroupLost`."""
         if batch.size > self._room:
             self._grow(batch.size)
         wanted = len(batch.logit_tokens)
         logits = self._logits_of(wanted)
+        chunks = self.plan(batch.size)
         view = abi.Batch(
             tokens=batch.size,
             rows=batch.rows,
             table_width=batch.block_table.shape[1],
             logits=wanted,
+            chunks=len(chunks) - 1,
             ids=batch.tokens.ctypes.data,
             positions=batch.positions.ctypes.data,
             row_start=batch.row_start.ctypes.data,
@@ -211,9 +246,12 @@ class NativeDecoder:
             write_block=batch.write_block.ctypes.data,
             write_offset=batch.write_offset.ctypes.data,
             logit_tokens=batch.logit_tokens.ctypes.data,
+            chunk_start=chunks.ctypes.data,
         )
         out = logits.data_ptr(), self._spent.ctypes.data
-        self._kernels.library.hortator_forward(self._model, view, self._buffers, *out)
+        if self._kernels.library.hortator_forward(self._model, view, self._buffers, *out):
+            self._collective.check()
+            raise GroupLost("the group ended within a step")
         return logits[:, : self.config.vocab_size]
 
     def _logits_of(self, rows: int) -> torch.Tensor:

@@ -28,6 +28,12 @@ struct Chosen {
     const int32_t* tokens;
 };
 
+// Query heads of each KV head, lying side by side in this order.
+struct Groups {
+    int64_t kv_heads;
+    const int32_t* queries;  // [kv_heads]
+};
+
 // Queries and results [tokens, ld], head h at h * head_dim.
 struct Heads {
     const float* q;
@@ -36,17 +42,25 @@ struct Heads {
     int64_t ldo;
 };
 
+// Of tokens [first, stop) of a batch.
 class AttentionPlan {
   public:
-    AttentionPlan(Team& team, const Sequences& rows, int64_t heads, int64_t kv_heads, int64_t dim,
+    AttentionPlan(Team& team, const Sequences& rows, const Groups& groups, int64_t dim, int64_t first, int64_t stop,
                   const Chosen& chosen = {0, nullptr})
-        : team_(team), group_(heads / kv_heads), dim_(dim) {
+        : team_(team), dim_(dim) {
         int64_t total = 0;
-        for (int64_t r = 0; r < rows.count; r++) add_row(rows, r, kv_heads, total);
+        for (int64_t r = 0; r < rows.count; r++) {
+            const int64_t begin = std::max<int64_t>(first, rows.row_start[r]);
+            const int64_t end = std::min<int64_t>(stop, rows.row_start[r + 1]);
+            if (begin < end) add_row(rows, r, begin, end - begin, groups, total);
+        }
         mark(chosen);
         cut(team.size() > 1 ? total / (team.size() * kPiecesPerThread) + 1 : total);
-        states_ = team.shared(state_floats_);
     }
+
+    // Floats that the states of long jobs take; plans of which one runs at a time may share them.
+    int64_t state_floats() const { return state_floats_; }
+    void use_states(float* memory) { states_ = memory; }
 
     // Attention over one layer's pages by the whole team. Ends with a barrier.
     template <class T>
@@ -64,6 +78,7 @@ class AttentionPlan {
     struct Job {
         Tile tile;
         int64_t token;        // the tile's first in the batch
+        int64_t query_at;     // floats into a token's queries where those of the tile begin
         int64_t pieces;
         int64_t state_at;     // floats into the states of segments, if there are several pieces
         int32_t pieces_left;
@@ -80,25 +95,26 @@ class AttentionPlan {
         return tokens * (tile.queries() + kReadCost);
     }
 
-    void add_row(const Sequences& rows, int64_t r, int64_t kv_heads, int64_t& total) {
-        const int64_t begin = rows.row_start[r], count = rows.row_start[r + 1] - begin;
-        const int64_t height = std::max<int64_t>(1, kTileQueries / group_);
-        for (int64_t first = 0; first < count; first += height) {
-            const int64_t tokens = std::min(height, count - first);
-            for (int64_t h = 0; h < kv_heads; h++) {
-                const Tile tile{rows.table + r * rows.table_width, h, group_, rows.positions[begin + first], tokens};
-                jobs_.push_back({tile, begin + first, 1, 0, 1, false});
+    void add_row(const Sequences& rows, int64_t r, int64_t begin, int64_t count, const Groups& groups,
+                 int64_t& total) {
+        const int32_t* table = rows.table + r * rows.table_width;
+        int64_t query_at = 0;
+        for (int64_t h = 0; h < groups.kv_heads; h++) {
+            const int64_t group = groups.queries[h], height = std::max<int64_t>(1, kTileQueries / group);
+            for (int64_t first = 0; first < count; first += height) {
+                const Tile tile{table, h, group, rows.positions[begin + first], std::min(height, count - first)};
+                jobs_.push_back({tile, begin + first, query_at, 1, 0, 1, false});
                 total += cost_of(tile, 0, tile.segments());
                 most_queries_ = std::max(most_queries_, tile.queries());
             }
+            query_at += group * dim_;
         }
     }
 
-    // Jobs lie in the order of their tokens.
     void mark(const Chosen& chosen) {
-        const int32_t *next = chosen.tokens, *end = next + chosen.count;
+        const int32_t* const end = chosen.tokens + chosen.count;
         for (Job& job : jobs_) {
-            while (next != end && *next < job.token) next++;
+            const int32_t* next = std::lower_bound(chosen.tokens, end, job.token);
             job.chosen = next != end && *next < job.token + job.tile.tokens;
         }
     }
@@ -141,7 +157,7 @@ class AttentionPlan {
     void compute(const Piece& piece, const Pages& pages, const Heads& heads, const AttentionScratch& s) {
         Job& job = jobs_[piece.job];
         const Tile& tile = job.tile;
-        const int64_t queries = tile.queries(), at = tile.head * group_ * dim_;
+        const int64_t queries = tile.queries(), at = job.query_at;
         scale_queries(tile, dim_, heads.q + job.token * heads.ldq + at, heads.ldq, s.scaled);
         if (job.pieces == 1) {
             s.total.clear(queries, dim_);
@@ -161,7 +177,7 @@ class AttentionPlan {
     }
 
     Team& team_;
-    const int64_t group_, dim_;
+    const int64_t dim_;
     int64_t most_queries_ = 1, state_floats_ = 0;
     float* states_ = nullptr;  // of the segments of jobs in several pieces
     std::vector<Job> jobs_;
