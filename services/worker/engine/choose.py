@@ -359,8 +359,8 @@ def measure_speed(
     layers_times: float = 1.0,
     repeats: int = _REPEATS,
 ) -> Speed:
-    """The best of `repeats` or of what `budget_s` allows. A decoder of fewer layers than the model is scaled up
-    to it.
+    """The best of `repeats` or of what `budget_s` allows. A decoder of fewer layers than the model is scaled
+    up to it.
 
     Writes into block 0 onwards: run it before any sequence exists.
     """
