@@ -71,6 +71,8 @@ class Batch(Structure):
         ("table_width", c_int64),
         ("logits", c_int64),
         ("chunks", c_int64),
+        ("first_layer", c_int64),
+        ("stop_layer", c_int64),
         ("ids", Pointer),
         ("positions", Pointer),
         ("row_start", Pointer),

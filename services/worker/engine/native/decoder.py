@@ -230,16 +230,34 @@ class NativeDecoder:
         """As `Decoder`; the logits are overwritten by the next call. Raises `GroupLost`."""
         if batch.size > self._room:
             self._grow(batch.size)
-        wanted = len(batch.logit_tokens)
-        logits = self._logits_of(wanted)
+        logits = self._logits_of(len(batch.logit_tokens))
         chunks = self.plan(batch.size)
-        view = abi.Batch(
+        view = self._view(batch, chunks)
+        view.ids = batch.tokens.ctypes.data
+        self._pass(view, logits)
+        return logits[:, : self.config.vocab_size]
+
+    def forward_layers(self, batch: RaggedBatch, first: int, stop: int, chunks: I32) -> None:
+        """Layers [first, stop) of a pass by themselves, for measurements. Raises `GroupLost`.
+
+        The KV of `batch` is overwritten, and what enters the first layer is whatever the last pass left.
+        """
+        if batch.size > self._room:
+            self._grow(batch.size)
+        view = self._view(batch, chunks)
+        view.first_layer, view.stop_layer = first, stop
+        self._pass(view, self._logits_of(len(batch.logit_tokens)))
+
+    def _view(self, batch: RaggedBatch, chunks: I32) -> abi.Batch:
+        """`batch` as the kernels read it, all layers; valid as long as both arguments live."""
+        return abi.Batch(
             tokens=batch.size,
             rows=batch.rows,
             table_width=batch.block_table.shape[1],
-            logits=wanted,
+            logits=len(batch.logit_tokens),
             chunks=len(chunks) - 1,
-            ids=batch.tokens.ctypes.data,
+            first_layer=0,
+            stop_layer=self.config.layers,
             positions=batch.positions.ctypes.data,
             row_start=batch.row_start.ctypes.data,
             table=batch.block_table.ctypes.data,
@@ -248,11 +266,12 @@ class NativeDecoder:
             logit_tokens=batch.logit_tokens.ctypes.data,
             chunk_start=chunks.ctypes.data,
         )
+
+    def _pass(self, view: abi.Batch, logits: torch.Tensor) -> None:
         out = logits.data_ptr(), self._spent.ctypes.data
         if self._kernels.library.hortator_forward(self._model, view, self._buffers, *out):
             self._collective.check()
             raise GroupLost("the group ended within a step")
-        return logits[:, : self.config.vocab_size]
 
     def _logits_of(self, rows: int) -> torch.Tensor:
         """Room for the logits of `rows` tokens. Kept between steps up to a size that only prompt logprobs
@@ -292,7 +311,7 @@ class NativeDecoder:
         c = self.config
         self._room = max(tokens, 2 * self._room)
         widths = (c.hidden, c.hidden, c.q_size + 2 * c.kv_size, c.q_size, round_up(c.intermediate))
-        self._memory = [torch.empty(self._room, width) for width in widths]
+        self._memory = [torch.zeros(self._room, width) for width in widths]
         self._codes = Codes(self._room, max(widths)) if self._form.dynamic else None
         codes = self._codes.abi if self._codes else abi.Codes()
         self._buffers = abi.Buffers(*(m.data_ptr() for m in self._memory), codes)

@@ -42,10 +42,12 @@ struct Model {
     const Exchange* exchange;  // null: no group, the model is whole
 };
 
+// Layers [first_layer, stop_layer) of a pass are computed; all but those of measurements are whole.
 struct Batch {
-    int64_t tokens, rows, table_width, logits, chunks;
+    int64_t tokens, rows, table_width, logits, chunks, first_layer, stop_layer;
     const int32_t *ids, *positions, *row_start, *table, *write_block, *write_offset, *logit_tokens;
     const int32_t* chunk_start;  // [chunks + 1] first token of each chunk, then `tokens`
+    // ids null: buffers.x [tokens, hidden] is what enters the first layer.
 };
 
 // Activations, [tokens, …] each; act's rows are rounded up to a panel.
@@ -121,12 +123,15 @@ class Pass {
 
     template <class T>
     void pass(int member) {
-        for (const Chunk& chunk : chunks_) embed(chunk.all, member);
-        for (int64_t i = 0; i < m_.layers; i++) {
+        if (b_.ids) {
+            for (const Chunk& chunk : chunks_) embed(chunk.all, member);
+        }
+        for (int64_t i = b_.first_layer; i < b_.stop_layer; i++) {
             const Layer& layer = m_.layer[i];
-            const bool last = i + 1 == m_.layers;
+            const bool last = i + 1 == m_.layers, sent = i > b_.first_layer || b_.ids;
             for (Chunk& chunk : chunks_) {
-                if (!arrive(chunk.all, layer.input_norm, member)) return;
+                if (sent && !arrive(chunk.all, layer.input_norm, member)) return;
+                if (!sent) norm_all(chunk.all, layer.input_norm, member);
                 attend<T>(i, chunk, last, member);
             }
             for (const Chunk& chunk : chunks_) {
@@ -135,9 +140,11 @@ class Pass {
                 feed_forward(layer, rows, member);
             }
         }
+        const bool whole = b_.stop_layer == m_.layers;
         for (const Chunk& chunk : chunks_) {
-            if (!arrive(chunk.wanted, m_.norm, member)) return;
+            if (!arrive(whole ? chunk.wanted : chunk.all, m_.norm, member)) return;
         }
+        if (!whole) return;
         multiply(team_, m_.head, b_.logits, buf_.normed, m_.hidden, logits_, panels_of(m_.head.n) * kPanel,
                     Into::kStore, buf_.codes);
         tick(member, kHead);
@@ -239,14 +246,18 @@ class Pass {
             tick(member, kExposed);
             if (lost_.load(std::memory_order_relaxed)) return false;
         }
+        norm_all(rows, weight, member, group_);
+        if (group_) team_.each(1, [&](int64_t) { group_->release(group_->self); });
+        return true;
+    }
+
+    void norm_all(const Rows& rows, const float* weight, int member, bool landed = false) {
         team_.each(rows.count, kRowGrain, [&](int64_t r) {
             float* const x = buf_.x + (rows.first + r) * m_.hidden;
-            if (group_) add_parts(r * m_.hidden, x);
+            if (landed) add_parts(r * m_.hidden, x);
             rms_norm(x, weight, m_.hidden, m_.eps, buf_.normed + (rows.first + r) * m_.hidden);
         });
-        if (group_) team_.each(1, [&](int64_t) { group_->release(group_->self); });
         tick(member, kNorm);
-        return true;
     }
 
     // The sum first, then the residual: the sum's bits are those of any other way to add the parts in their order.
