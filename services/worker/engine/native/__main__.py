@@ -1,4 +1,4 @@
-"""`python -m services.worker.engine.native`: compile the kernels now, so that the first start need not."""
+"""`python -m services.worker.engine.native`: compile our libraries now, so that the first start need not."""
 
 import sys
 
@@ -6,12 +6,14 @@ from services.worker.engine.native import build
 
 
 def main() -> int:
-    try:
-        library = build.ensure()
-    except build.KernelsUnavailable as error:
-        sys.stderr.write(f"no native kernels, torch will be used and is slower: {error}\n")
-        return 0
-    sys.stdout.write(f"{library}\n")
+    for library, instead in (
+        (build.KERNELS, "torch will be used and is slower"),
+        (build.COLLECTIVE, "ranks of a group will talk through torch.distributed, which is slower"),
+    ):
+        try:
+            sys.stdout.write(f"{build.ensure(library)}\n")
+        except build.KernelsUnavailable as error:
+            sys.stderr.write(f"no native {library.name}, {instead}: {error}\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Compiling the kernels with the system's compiler, once per source, compiler and CPU, and loading them."""
+"""Compiling our libraries with the system's compiler, once per source, compiler and CPU, and loading them."""
 
 import ctypes
 import hashlib
@@ -11,16 +11,36 @@ import signal
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.model.cache import cache_root
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "src"
-_MAIN = "decoder.cpp"
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is compiled into one shared library."""
+
+    name: str
+    main: Path
+    """The source file that includes all others."""
+    folders: tuple[Path, ...]
+    """Where the files lie that it includes; a change in one of them means another library."""
+    cpu_flags: frozenset[str] = frozenset()
+    """What the CPU must be able to do, in the words of /proc/cpuinfo."""
+
+
+_COLLECTIVE = _HERE.parents[1] / "collective" / "src"
+KERNELS = Library(
+    "kernels", _HERE / "src" / "decoder.cpp", (_HERE / "src", _COLLECTIVE), frozenset({"avx2", "fma", "f16c"})
+)
+COLLECTIVE = Library("collective", _COLLECTIVE / "collective.cpp", (_COLLECTIVE,))
+
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-fno-math-errno", "-shared", "-fPIC")
-_NEEDED_CPU_FLAGS = {"avx2", "fma", "f16c"}
 _SCRATCH = "compiling-"
 _DIGEST_BYTES = 32
 _VERSION_S, _COMPILE_S = 20.0, 300.0
@@ -28,67 +48,68 @@ _VERSION_S, _COMPILE_S = 20.0, 300.0
 
 
 class KernelsUnavailable(RuntimeError):
-    """The native kernels cannot be had on this machine; the message says why and what would help."""
+    """A library of ours cannot be had on this machine; the message says why and what would help."""
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: `kernels` beside the models in the node's cache."""
+    """Where compiled libraries are kept: `kernels` beside the models in the node's cache."""
     return cache_root() / "kernels"
 
 
-def load() -> ctypes.CDLL:
-    """The compiled kernels, compiling them first if need be. Raises `KernelsUnavailable`."""
-    library = ensure()
+def load(library: Library = KERNELS) -> ctypes.CDLL:
+    """The compiled library, compiling it first if need be. Raises `KernelsUnavailable`."""
+    path = ensure(library)
     try:
-        return ctypes.CDLL(str(library))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise KernelsUnavailable(
-            f"{library} cannot be loaded ({error}); set HORTATOR_CACHE to a folder that programs may run from"
+            f"{path} cannot be loaded ({error}); set HORTATOR_CACHE to a folder that programs may run from"
         ) from None
 
 
-def ensure() -> Path:
+def ensure(library: Library = KERNELS) -> Path:
     """The library's place, compiled first unless it lies there whole. Raises `KernelsUnavailable`."""
-    library = library_path()
-    if not _whole(library):
-        compile_kernels(library)
-    return library
+    path = library_path(library)
+    if not _whole(path):
+        _compile(library, path)
+    return path
 
 
-def library_path(extra_flags: tuple[str, ...] = ()) -> Path:
-    """Where the library for these sources, this compiler and this CPU lies or will lie."""
+def library_path(library: Library = KERNELS) -> Path:
+    """Where the library for its sources, this compiler and this CPU lies or will lie."""
     compiler = _compiler()
-    missing = sorted(_NEEDED_CPU_FLAGS - _cpu_flags())
+    missing = sorted(library.cpu_flags - _cpu_flags())
     if missing:
         raise KernelsUnavailable(f"this CPU ({platform.machine()}) lacks {', '.join(missing)}")
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for folder in library.folders:
+        for source in sorted(folder.iterdir()):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     version, _ = _call([*compiler, "--version"], _VERSION_S)
-    digest.update(" ".join((*compiler, *_FLAGS, *extra_flags)).encode() + version.encode())
+    digest.update(" ".join((*compiler, *_FLAGS)).encode() + version.encode())
     digest.update(" ".join(sorted(_cpu_flags())).encode())
-    return cache_dir() / f"kernels-{digest.hexdigest()[:24]}.so"
+    return cache_dir() / f"{library.name}-{digest.hexdigest()[:24]}.so"
 
 
-def compile_kernels(library: Path, extra_flags: tuple[str, ...] = ()) -> None:
-    """Compile into `library`, atomically: two processes may do so at once. Raises `KernelsUnavailable`."""
-    command = [*_compiler(), *_FLAGS, *extra_flags, str(SOURCES / _MAIN), "-o"]
+def _compile(library: Library, path: Path) -> None:
+    """Compile into `path`, atomically: two processes may do so at once. Raises `KernelsUnavailable`."""
+    command = [*_compiler(), *_FLAGS, str(library.main), "-o"]
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(library.parent)
-        log.info("compiling the native kernels, once on this machine: up to a minute")
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch:
-            made = Path(scratch) / library.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path.parent)
+        log.info("compiling the native %s, once on this machine: up to a minute", library.name)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
             said, status = _call([*command, str(made)], _COMPILE_S)
             if status:
                 raise KernelsUnavailable(f"{shlex.join(command)} failed: {said.strip()[-2000:]}")
             content = made.read_bytes()
             with made.open("ab") as file:
                 file.write(hashlib.sha256(content).digest())
-            os.replace(made, library)
+            os.replace(made, path)
     except OSError as error:
         raise KernelsUnavailable(
-            f"compiling into {library.parent} failed ({error}); HORTATOR_CACHE names another folder for it"
+            f"compiling into {path.parent} failed ({error}); HORTATOR_CACHE names another folder for it"
         ) from None
 
 

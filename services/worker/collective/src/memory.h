@@ -1,0 +1,285 @@
+// Messages through memory that all ranks map: a rank's parts lie where every other rank reads them.
+//
+// Each rank has a ring of room for its parts. As all ranks make the same calls, a message lies at the same place of
+// every ring, and nobody has to be told where. Three counters of each rank say how far it has come: messages
+// written, added up (its share of them), and released. Everything is zero in a fresh region; nothing of it has a
+// name in a file system, so that nothing is left behind by ranks that die.
+#pragma once
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include "exchange.h"
+#include "loss.h"
+#include "sums.h"
+#include "wait.h"
+
+namespace hortator {
+
+// The start of a message in a rank's ring: what must be the same on all ranks.
+struct alignas(kLine) Stamp {
+    uint32_t number, shape;
+    int64_t floats;
+};
+constexpr int64_t kStampFloats = sizeof(Stamp) / sizeof(float);
+
+struct RankState {
+    Counter written, added, released;
+    alignas(kLine) std::atomic<int32_t> process;  // 0: not here yet
+    std::atomic<uint32_t> left;
+};
+
+struct Header {
+    alignas(kLine) std::atomic<int64_t> size, most_floats;  // by whoever comes first; the same for all
+    alignas(kLine) std::atomic<uint32_t> lost;              // 1: the reason is being written; 2: it can be read
+    char reason[256];
+    RankState rank[kMostRanks];
+};
+
+constexpr int64_t kMostMessages = 256;  // of one rank, not released by all
+
+inline int64_t extent_of(int64_t floats) { return kStampFloats + round_up(floats) + kUnit; }
+
+// Room of one rank. Twice what may be in flight: messages are whole, and one that does not fit at the end of the
+// ring starts over at its beginning.
+inline int64_t ring_floats(int64_t most_floats) {
+    return 2 * (round_up(most_floats) + kMostMessages * (extent_of(1) - 1));
+}
+
+inline int64_t region_bytes(int64_t size, int64_t most_floats) {
+    return int64_t(sizeof(Header)) + size * ring_floats(most_floats) * int64_t(sizeof(float));
+}
+
+class Memory {
+  public:
+    struct Message {
+        uint32_t number;
+        int64_t offset, floats;
+    };
+
+    // Throws std::exception with what is wrong with the region.
+    Memory(int fd, int64_t rank, int64_t size, int64_t most_floats, double spin_s, double limit_s, Loss& loss)
+        : rank_(rank), size_(size), ring_(ring_floats(most_floats)), bytes_(region_bytes(size, most_floats)),
+          spin_s_(spin_s), limit_s_(limit_s), loss_(loss) {
+        watched_.fill(-1);
+        struct stat facts;
+        if (fstat(fd, &facts)) throw std::system_error(errno, std::generic_category(), "the group's memory");
+        if (facts.st_size < bytes_) {
+            throw std::runtime_error("the group's memory has " + std::to_string(facts.st_size) + " bytes where " +
+                                     std::to_string(bytes_) + " are needed: make it for the same size and floats");
+        }
+        void* const at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mapping the group's memory");
+        header_ = static_cast<Header*>(at);
+        rings_ = reinterpret_cast<float*>(header_ + 1);
+        if (!agreed(header_->size, size) || !agreed(header_->most_floats, most_floats)) {
+            munmap(at, bytes_);
+            throw std::runtime_error("the ranks do not agree on the group's size or the floats in flight");
+        }
+        me().process.store(getpid(), std::memory_order_release);
+        loss_.on_loss([this] { spread(loss_.reason()); });
+    }
+
+    ~Memory() {
+        me().left.store(1, std::memory_order_release);
+        wake_all();
+        for (int fd : watched_) {
+            if (fd >= 0) close(fd);
+        }
+        munmap(header_, bytes_);
+    }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    // Where this rank's part of the next message is to be written; null: the group is lost.
+    float* room(int64_t floats, Message& message) {
+        const int64_t extent = extent_of(floats);
+        const int64_t offset = place(extent);
+        if (offset < 0) return nullptr;
+        message = {next_++, offset, floats};
+        held_[(held_first_ + held_count_++) % kMostMessages] = {message.number, offset, extent};
+        return ring(rank_) + offset + kStampFloats;
+    }
+
+    // `shape`: whatever else must be the same on all ranks.
+    void begin(const Message& message, uint32_t shape) {
+        *stamp(rank_, message) = {message.number, shape, message.floats};
+        me().written.raise(message.number + 1);
+    }
+
+    // Every rank's part as it is.
+    bool land_parts(const Message& message, uint32_t shape, Landed& landed) {
+        for (int64_t r = 0; r < size_; r++) {
+            if (!reached(&RankState::written, message.number + 1, r, "has not sent its part") ||
+                !alike(message, shape, r)) {
+                return false;
+            }
+            landed.part[r] = part(r, message);
+        }
+        landed.parts = size_;
+        return true;
+    }
+
+    // The sum, as one part: every rank adds up its share, then collects those of the others.
+    bool land_sum(const Message& message, uint32_t shape, Landed& landed) {
+        if (!land_parts(message, shape, landed)) return false;
+        float* const own = part(rank_, message);
+        add_parts(own, landed.part, size_, share_of(message.floats, rank_, size_));
+        me().added.raise(message.number + 1);
+        for (int64_t i = 1; i < size_; i++) {
+            const int64_t r = (rank_ + i) % size_;
+            if (!reached(&RankState::added, message.number + 1, r, "has not added its share")) return false;
+            const Range share = share_of(message.floats, r, size_);
+            std::memcpy(own + share.first, landed.part[r] + share.first, sizeof(float) * share.count);
+        }
+        landed.parts = 1;
+        landed.part[0] = own;
+        return true;
+    }
+
+    void release(const Message& message) {
+        released_ = message.number + 1;
+        me().released.raise(released_);
+    }
+
+    // Whether some rank is known to have ended, or to have said that the group is lost. From any thread.
+    bool look_after() {
+        std::lock_guard lock(watching_);
+        if (header_->lost.load(std::memory_order_acquire)) {
+            const bool said = header_->lost.load(std::memory_order_acquire) == 2;
+            loss_.declare(said ? header_->reason : "another rank gave up");
+        }
+        for (int64_t r = 0; r < size_ && !loss_.lost(); r++) {
+            if (ended(r)) loss_.declare("rank " + std::to_string(r) + " has ended");
+        }
+        return loss_.lost();
+    }
+
+  private:
+    struct Held {
+        uint32_t number;
+        int64_t offset, extent;
+    };
+    // Single messages go round in this much, to stay in the cache.
+    static constexpr int64_t kWarmFloats = 8192;
+
+    RankState& me() { return header_->rank[rank_]; }
+    float* ring(int64_t rank) { return rings_ + rank * ring_; }
+    float* part(int64_t rank, const Message& message) { return ring(rank) + message.offset + kStampFloats; }
+    Stamp* stamp(int64_t rank, const Message& message) {
+        return reinterpret_cast<Stamp*>(ring(rank) + message.offset);
+    }
+
+    static bool agreed(std::atomic<int64_t>& shared, int64_t mine) {
+        int64_t found = 0;
+        return shared.compare_exchange_strong(found, mine) || found == mine;
+    }
+
+    // The next place of `extent` floats, free on all ranks. It depends on this rank's own calls alone, so that all
+    // find the same. -1: the group is lost.
+    int64_t place(int64_t extent) {
+        const bool idle = released_ == next_;
+        if (head_ + extent > ring_ || (idle && head_ >= std::max(kWarmFloats, 2 * extent))) head_ = 0;
+        const int64_t offset = head_;
+        head_ += extent;
+        // Messages are released in order: what was there last being free, all before it is.
+        int64_t keep = held_count_;
+        while (keep && !overlaps(held(keep - 1), offset, extent)) keep--;
+        if (!keep && held_count_ == kMostMessages) keep = 1;
+        if (!keep) return offset;
+        const uint32_t number = held(keep - 1).number + 1;
+        if (int32_t(released_ - number) < 0) {
+            loss_.declare("rank " + std::to_string(rank_) + " has more in flight than it said it would");
+            return -1;
+        }
+        for (int64_t r = 0; r < size_; r++) {
+            if (!reached(&RankState::released, number, r, "has not read an earlier message")) return -1;
+        }
+        held_first_ = (held_first_ + keep) % kMostMessages;
+        held_count_ -= keep;
+        return offset;
+    }
+
+    const Held& held(int64_t i) const { return held_[(held_first_ + i) % kMostMessages]; }
+    static bool overlaps(const Held& h, int64_t offset, int64_t extent) {
+        return h.offset < offset + extent && offset < h.offset + h.extent;
+    }
+
+    bool reached(Counter RankState::* counter, uint32_t number, int64_t rank, const char* fault) {
+        Counter& awaited = header_->rank[rank].*counter;
+        if (loss_.lost()) return false;
+        if (awaited.reached(number)) return true;
+        const auto stop = [&] {
+            if (look_after()) return true;
+            if (!header_->rank[rank].left.load(std::memory_order_acquire)) return false;
+            // It may have come this far just before it left.
+            if (!awaited.reached(number)) loss_.declare("rank " + std::to_string(rank) + " has left the group");
+            return true;
+        };
+        if (awaited.wait(number, spin_s_, limit_s_, stop)) return !loss_.lost();
+        loss_.declare("rank " + std::to_string(rank) + " " + fault + " within " + std::to_string(limit_s_) + " s");
+        return false;
+    }
+
+    bool alike(const Message& message, uint32_t shape, int64_t rank) {
+        const Stamp& theirs = *stamp(rank, message);
+        if (theirs.number == message.number && theirs.shape == shape && theirs.floats == message.floats) return true;
+        loss_.declare("rank " + std::to_string(rank) + " sends another message than rank " + std::to_string(rank_) +
+                      " (" + std::to_string(theirs.floats) + " floats where " + std::to_string(message.floats) +
+                      " were due): the ranks are out of step");
+        return false;
+    }
+
+    // Whether the process of `rank` is gone. Ranks may share one process, as in tests.
+    bool ended(int64_t rank) {
+        const int32_t process = header_->rank[rank].process.load(std::memory_order_acquire);
+        if (!process || process == getpid()) return false;
+        int& watched = watched_[rank];
+        if (watched == -1) {
+            watched = int(syscall(SYS_pidfd_open, process, 0));
+            if (watched < 0) watched = -2;  // no such system call, or another namespace: sockets must tell
+            if (watched < 0 && errno == ESRCH) return !header_->rank[rank].left.load(std::memory_order_acquire);
+        }
+        pollfd state{watched, POLLIN, 0};
+        return watched >= 0 && poll(&state, 1, 0) > 0 && !header_->rank[rank].left.load(std::memory_order_acquire);
+    }
+
+    void spread(const std::string& reason) {
+        uint32_t none = 0;
+        if (header_->lost.compare_exchange_strong(none, 1)) {
+            std::strncpy(header_->reason, reason.c_str(), sizeof header_->reason - 1);
+            header_->lost.store(2, std::memory_order_release);
+        }
+        wake_all();
+    }
+
+    void wake_all() {
+        for (int64_t r = 0; r < size_; r++) {
+            RankState& state = header_->rank[r];
+            for (Counter* counter : {&state.written, &state.added, &state.released}) counter->wake();
+        }
+    }
+
+    const int64_t rank_, size_, ring_, bytes_;
+    const double spin_s_, limit_s_;
+    Loss& loss_;
+    Header* header_;
+    float* rings_;
+    int64_t head_ = 0;
+    uint32_t next_ = 0, released_ = 0;
+    // What may still be read by someone, oldest first.
+    std::array<Held, kMostMessages> held_;
+    int64_t held_first_ = 0, held_count_ = 0;
+    std::mutex watching_;
+    std::array<int, kMostRanks> watched_;  // of the ranks' processes; -1: not yet, -2: cannot be
+};
+
+}  // namespace hortator

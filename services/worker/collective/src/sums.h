@@ -1,0 +1,53 @@
+// Cutting a message into the ranks' shares, and adding; the compiler vectorises the loops.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "exchange.h"
+
+namespace hortator {
+
+constexpr int64_t kUnit = 16;  // floats of a cache line: no two ranks' shares meet within one
+
+inline int64_t round_up(int64_t floats) { return (floats + kUnit - 1) / kUnit * kUnit; }
+
+struct Range {
+    int64_t first, count;
+};
+
+// The floats that `rank` adds up where the work is shared; empty for some ranks of very short messages.
+inline Range share_of(int64_t floats, int64_t rank, int64_t size) {
+    const int64_t units = (floats + kUnit - 1) / kUnit;
+    const int64_t first = std::min(floats, units * rank / size * kUnit);
+    return {first, std::min(floats, units * (rank + 1) / size * kUnit) - first};
+}
+
+// to += from, where `to` comes first in the order of the sum or is one of two.
+inline void add(float* to, const float* from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] += from[i];
+}
+
+// to = part[0] + part[1] + … of the range, in this order. `to` may be one of the parts: an element is read from all
+// of them before it is written.
+inline void add_parts(float* to, const float* const* part, int64_t parts, const Range& range) {
+    constexpr int64_t kBlock = 64;
+    for (int64_t at = range.first, stop = at + range.count; at < stop; at += kBlock) {
+        const int64_t count = std::min(kBlock, stop - at);
+        float total[kBlock];
+        std::memcpy(total, part[0] + at, sizeof(float) * count);
+        for (int64_t p = 1; p < parts; p++) add(total, part[p] + at, count);
+        std::memcpy(to + at, total, sizeof(float) * count);
+    }
+}
+
+inline void add_landed(float* to, const Landed& landed, int64_t floats) {
+    if (landed.parts == 2) {  // what most groups are
+        const float *a = landed.part[0], *b = landed.part[1];
+        for (int64_t i = 0; i < floats; i++) to[i] = a[i] + b[i];
+    } else if (landed.parts) {
+        add_parts(to, landed.part, landed.parts, {0, floats});
+    }
+}
+
+}  // namespace hortator
