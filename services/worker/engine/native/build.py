@@ -28,15 +28,18 @@ class Library:
     name: str
     main: Path
     """The source file that includes all others."""
-    folders: tuple[Path, ...]
-    """Where the files lie that it includes; a change in one of them means another library."""
+    sources: tuple[Path, ...]
+    """Files, and folders of them, that it includes; a change in one of them means another library."""
     cpu_flags: frozenset[str] = frozenset()
     """What the CPU must be able to do, in the words of /proc/cpuinfo."""
 
 
 _COLLECTIVE = _HERE.parents[1] / "collective" / "src"
 KERNELS = Library(
-    "kernels", _HERE / "src" / "decoder.cpp", (_HERE / "src", _COLLECTIVE), frozenset({"avx2", "fma", "f16c"})
+    "kernels",
+    _HERE / "src" / "decoder.cpp",
+    (_HERE / "src", _COLLECTIVE / "exchange.h"),
+    frozenset({"avx2", "fma", "f16c"}),
 )
 COLLECTIVE = Library("collective", _COLLECTIVE / "collective.cpp", (_COLLECTIVE,))
 
@@ -82,8 +85,8 @@ def library_path(library: Library = KERNELS) -> Path:
     if missing:
         raise KernelsUnavailable(f"this CPU ({platform.machine()}) lacks {', '.join(missing)}")
     digest = hashlib.sha256()
-    for folder in library.folders:
-        for source in sorted(folder.iterdir()):
+    for place in library.sources:
+        for source in sorted(place.iterdir()) if place.is_dir() else (place,):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     version, _ = _call([*compiler, "--version"], _VERSION_S)
     digest.update(" ".join((*compiler, *_FLAGS)).encode() + version.encode())
