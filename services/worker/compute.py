@@ -9,14 +9,24 @@ after the other.
 """
 
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
+from services.worker.collective.port import GroupLost
 from services.worker.faults import FrameFault
 from services.worker.slots import AppliedStep, Batch, goes_on
-from services.worker.step import Computed, Executor, OverlappingExecutor, Pending, StepOutput
+from services.worker.step import (
+    Computed,
+    Executor,
+    GroupedExecutor,
+    OverlappingExecutor,
+    Pending,
+    StepOutput,
+)
 from shared.wire import Done, Step, StepTiming, Stored
 
 NOTHING = Computed(StepOutput(np.zeros(0, np.int32)))
@@ -53,15 +63,49 @@ class Begun:
     pending: Pending
 
 
+class Relay(Protocol):
+    """What rank 0 of a group tells the others before it does so itself. Each call may raise `GroupLost`."""
+
+    def follow(self, frame: Step, behind: bool, check: int) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def tune(self, state: dict[str, Any]) -> None: ...
+
+    def measure(self, name: str) -> None: ...
+
+    def when_lost(self, then: Callable[[GroupLost], None]) -> None:
+        """`then` is called from another thread, or at once, should the group be lost."""
+
+    def explained(self, error: GroupLost) -> GroupLost:
+        """The loss with what is known of it by now."""
+        ...
+
+    def detail(self) -> dict[str, str]: ...
+
+    def close(self) -> None: ...
+
+
 class Compute:
-    """`session` is the incarnation whose frames run; setting it is how the loop fences what is queued."""
+    """`session` is the incarnation whose frames run; setting it is how the loop fences what is queued.
+
+    Rank 0 of a group has a `relay`: the others are told of every frame that runs here, and of nothing else.
+    """
 
     def __init__(
-        self, executor: Executor, batch: Batch, clock: Callable[[], float] = time.perf_counter
+        self,
+        executor: Executor,
+        batch: Batch,
+        clock: Callable[[], float] = time.perf_counter,
+        relay: Relay | None = None,
     ) -> None:
         self.executor = executor
         self.batch = batch
+        self.relay = relay
         self.session = 0
+        self.check = 0
+        """Checksum of all that was drawn so far: the same on all ranks."""
+        self._tuned: GroupedExecutor | None = executor if isinstance(executor, GroupedExecutor) else None
         self._overlapping: OverlappingExecutor | None = None
         if isinstance(executor, OverlappingExecutor) and executor.info.overlaps:
             self._overlapping = executor
@@ -82,10 +126,16 @@ class Compute:
         """Whether `frame`, the next one, may be started before `under_way` is finished."""
         return under_way.pending.feeds and frame.incarnation == under_way.frame.incarnation and goes_on(frame)
 
-    def start(self, frame: Step, arrived: float) -> Begun | BrokenSession | None:
-        """The first half of `step`: as far as the executor goes without waiting for its device."""
+    def start(self, frame: Step, arrived: float, behind: bool = False) -> Begun | BrokenSession | None:
+        """The first half of `step`: as far as the executor goes without waiting for its device.
+
+        `behind`: the frame before is not finished yet.
+        """
         if frame.incarnation != self.session or frame.incarnation == self._broken:
             return None
+        if self.relay is not None:
+            self._tune_group(self.relay)
+            self.relay.follow(frame, behind, self.check)
         at = self._clock()
         batch = self.batch
         try:
@@ -104,7 +154,9 @@ class Compute:
     def finish(self, begun: Begun) -> Outcome:
         """The second half, for frames in their order."""
         frame, batch = begun.frame, self.batch
-        result = batch.commit(begun.work, begun.pending.wait())
+        output = begun.pending.wait()
+        self.check = zlib.crc32(output.tokens.tobytes(), self.check)
+        result = batch.commit(begun.work, output)
         ended = self._clock()
         # Starved if it came after we fell idle; else it waited for the steps before it, also on the device.
         starved = begun.arrived >= self._free_since
@@ -136,6 +188,8 @@ class Compute:
 
     def begin(self) -> tuple[list[Stored], int]:
         """A new session: slots are empty, hashed blocks stay. First page of the inventory, next offset."""
+        if self.relay is not None:
+            self.relay.begin()
         self.batch.reset()
         return self.batch.hashes.page(0)
 
@@ -145,8 +199,35 @@ class Compute:
     def all_hashes(self) -> list[bytes]:
         return self.batch.hashes.all_hashes()
 
+    def tune(self, state: dict[str, Any]) -> None:
+        """What rank 0 of the group says that the executor is to be told before the next frame."""
+        if self._tuned is not None:
+            self._tuned.tune(state)
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """Run the executor's measurement `name`, on all ranks. Raises ValueError if it knows none."""
+        if self._tuned is None:
+            raise ValueError("this executor has no measurements")
+        if self.relay is not None:
+            self.relay.measure(name)
+        return self._tuned.measure(name)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """`error`, or what is known of it where it is the loss of the group."""
+        if isinstance(error, GroupLost) and self.relay is not None:
+            return self.relay.explained(error)
+        return error
+
     def close(self) -> None:
         self.executor.close()
+        if self.relay is not None:
+            self.relay.close()
+
+    def _tune_group(self, relay: Relay) -> None:
+        state = None if self._tuned is None else self._tuned.news()
+        if state is not None:
+            relay.tune(state)
+            self.tune(state)
 
 
 def _us(seconds: float) -> int:

@@ -4,10 +4,12 @@ torch is imported only when a model is really computed: a mock runs on a machine
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
+from services.worker.collective.port import LOOPBACK, Collective
 from services.worker.compute import Compute
+from services.worker.group.layout import layout_of
+from services.worker.group.lead import lead
 from services.worker.mock import MockCosts, MockExecutor
 from services.worker.runner import InlineRunner, Runner, ThreadRunner
 from services.worker.settings import WorkerSettings, parse_bytes, parse_cores
@@ -22,16 +24,43 @@ MOCK_MAX_LEN = 8192
 
 def make_runner(settings: WorkerSettings) -> Runner:
     """The runner, not started. Raises `SettingsError` for settings that contradict each other."""
-    if settings.mock:
-        costs = MockCosts(settings.mock_step_s, settings.mock_token_s)
-        runner = ThreadRunner if costs.any else InlineRunner
-        return runner(_maker(settings, lambda: mock_executor(settings, costs)))
-    if not settings.model_dir:
+    layout_of(settings)
+    if not (settings.mock or settings.model_dir):
         raise SettingsError("HORTATOR_MODEL_DIR is empty: name a model folder, or set HORTATOR_MOCK=1")
-    return ThreadRunner(_maker(settings, lambda: torch_executor(settings)))
+    if settings.tp > 1:
+        return ThreadRunner(lambda: _lead(settings))
+    inline = settings.mock and not _costs(settings).any
+    runner = InlineRunner if inline else ThreadRunner
+    return runner(lambda: _alone(settings))
 
 
-def mock_executor(settings: WorkerSettings, costs: MockCosts) -> Executor:
+def build_executor(settings: WorkerSettings, collective: Collective) -> Executor:
+    """What one rank computes with. Raises what its construction does."""
+    if settings.mock:
+        return mock_executor(settings, _costs(settings), collective)
+    return torch_executor(settings, collective)
+
+
+def batch_for(settings: WorkerSettings, info: ExecutorInfo) -> Batch:
+    shape = BatchShape(settings.slots, info.max_len, info.block_tokens, info.blocks_total, info.vocab_size)
+    return Batch(shape, info.fingerprint)
+
+
+def _alone(settings: WorkerSettings) -> Compute:
+    executor = build_executor(settings, LOOPBACK)
+    return Compute(executor, batch_for(settings, executor.info))
+
+
+def _lead(settings: WorkerSettings) -> Compute:
+    executor, relay = lead(settings, build_executor)
+    return Compute(executor, batch_for(settings, executor.info), relay=relay)
+
+
+def _costs(settings: WorkerSettings) -> MockCosts:
+    return MockCosts(settings.mock_step_s, settings.mock_token_s)
+
+
+def mock_executor(settings: WorkerSettings, costs: MockCosts, collective: Collective = LOOPBACK) -> Executor:
     vocab_size, max_len = settings.mock_vocab, MOCK_MAX_LEN
     if settings.model_dir:
         vocab_size, max_len = _read_config(Path(settings.model_dir))
@@ -47,10 +76,10 @@ def mock_executor(settings: WorkerSettings, costs: MockCosts) -> Executor:
         decode_step_s=costs.step_s + costs.token_s if costs.any else 1e-4,
         detail=(("executor", "mock"),),
     )
-    return MockExecutor(info, settings.slots, costs)
+    return MockExecutor(info, settings.slots, costs, collective)
 
 
-def torch_executor(settings: WorkerSettings) -> Executor:
+def torch_executor(settings: WorkerSettings, collective: Collective = LOOPBACK) -> Executor:
     from services.worker.engine.executor import EngineOptions, TorchExecutor
 
     return TorchExecutor(
@@ -67,19 +96,8 @@ def torch_executor(settings: WorkerSettings) -> Executor:
             cores=parse_cores(settings.cores),
             deterministic=settings.deterministic,
         ),
+        collective,
     )
-
-
-def _maker(settings: WorkerSettings, executor: Callable[[], Executor]) -> Callable[[], Compute]:
-    def make() -> Compute:
-        built = executor()
-        info = built.info
-        shape = BatchShape(
-            settings.slots, info.max_len, info.block_tokens, info.blocks_total, info.vocab_size
-        )
-        return Compute(built, Batch(shape, info.fingerprint))
-
-    return make
 
 
 def _read_config(folder: Path) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.collective.port import LOOPBACK, Collective, GroupLost
 from services.worker.step import (
     I32,
     ExecutorInfo,
@@ -43,10 +44,16 @@ class MockCosts:
 
 
 class MockExecutor:
-    """The seam without maths. Sleeps as long as `costs` say, at once ready otherwise."""
+    """The seam without maths. Sleeps as long as `costs` say, at once ready otherwise.
 
-    def __init__(self, info: ExecutorInfo, max_slots: int, costs: MockCosts) -> None:
+    In a group, ranks tell each other what they drew, so that a step needs all of them.
+    """
+
+    def __init__(
+        self, info: ExecutorInfo, max_slots: int, costs: MockCosts, collective: Collective = LOOPBACK
+    ) -> None:
         self._info = info
+        self._collective = collective
         self._costs = costs
         self._first, self._span = (np.int32(part) for part in token_range(info.vocab_size))
         self._version = np.full(max_slots, -1, np.int64)
@@ -73,12 +80,20 @@ class MockExecutor:
         output = StepOutput(self._draw(self._key[rows], position, slots.tokens[rows, position - 1]))
         if not step.samples.all():
             output.tokens[~step.samples] = -1
+        if self._collective.size > 1:
+            self._agree(output.tokens)
         if self._asking:
             self._add_logprobs(step, slots, output)
         return output
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _agree(self, tokens: I32) -> None:
+        drawn = self._collective.gather(tokens.view(np.uint8))
+        if (drawn != drawn[0]).any():
+            self._collective.abort("ranks drew different tokens")
+            raise GroupLost("ranks drew different tokens")
 
     def _read(self, changed: list[int], slots: SlotArrays) -> None:
         for slot in changed:

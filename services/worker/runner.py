@@ -173,9 +173,11 @@ class ThreadRunner:
             return
         self._post(self._finish_building, compute)
         try:
+            if compute.relay is not None:
+                compute.relay.when_lost(lambda lost: self._post(self._listener.failed, lost))
             self._serve(compute)
         except BaseException as error:
-            self._post(self._listener.failed, error)
+            self._post(self._listener.failed, compute.explained(error))
         finally:
             compute.close()
             self._post(self._ended.set)
@@ -214,7 +216,7 @@ class ThreadRunner:
         if before is None:
             self._step_began = time.perf_counter()
         try:
-            begun = compute.start(item.frame, item.arrived)
+            begun = compute.start(item.frame, item.arrived, before is not None)
         finally:
             if before is not None:
                 self._finish(compute, before)

@@ -164,6 +164,8 @@ class WorkerService:
             self._say(self._session.beat())
 
     def failed(self, error: BaseException) -> None:
+        if self._failure is not None:
+            return
         self._log.error("engine failed", exc_info=error)
         self._failure = error
         self._session.fail(f"{type(error).__name__}: {error}")
@@ -311,6 +313,7 @@ class WorkerService:
 
     def _info(self, compute: Compute) -> InstanceInfo:
         executor, identity = compute.executor.info, self._identity
+        ranks = () if compute.relay is None else tuple(compute.relay.detail().items())
         return InstanceInfo(
             instance=identity.instance,
             model=identity.model,
@@ -327,7 +330,7 @@ class WorkerService:
             prefill_tok_s=executor.prefill_tok_s,
             decode_step_s=executor.decode_step_s,
             version=identity.version,
-            detail=executor.detail,
+            detail=executor.detail + ranks,
         )
 
 

@@ -1,7 +1,7 @@
 """Settings of a worker process, and what follows from them."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from shared.runtime.settings import ServiceSettings, SettingsError
@@ -18,7 +18,7 @@ def default_kv(dtype: str, device: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(ServiceSettings):
-    """One rank of one instance."""
+    """One instance, or one node's part of it."""
 
     unused: ClassVar[frozenset[str]] = frozenset({"redis_url"})
 
@@ -40,7 +40,8 @@ class WorkerSettings(ServiceSettings):
     max_step_tokens: int = 2048
     """Tokens one step may compute; the scheduler's time budget is usually far below."""
     threads: int = 0
-    """Compute threads; 0: as many as measure best at the start."""
+    """Compute threads of each rank; 0: as many as measure best at the start, or with `tp` its share of the
+    cores."""
     cores: str = ""
     """Cores that nobody else computes on, e.g. `0-3,6`: threads are pinned to them if that measures faster.
     Empty: unknown, so nothing is pinned."""
@@ -49,7 +50,21 @@ class WorkerSettings(ServiceSettings):
     deterministic: bool = False
     """A request's tokens never depend on what else is in the batch, nor on how it is cut or cached."""
     device: str = "cpu"
-    """A torch device, e.g. cpu or cuda:0."""
+    """A torch device, e.g. cpu or cuda:0; with `tp` one for each rank of this node, as in cuda:0,cuda:1."""
+    tp: int = 1
+    """Ranks of the instance: processes that each hold a part of the model and compute every step together."""
+    nodes: int = 1
+    """Machines its ranks are spread over, in runs as even as possible."""
+    node_rank: int = 0
+    """Which of the `nodes` this is. Node 0 has rank 0, which speaks for the instance; the others have ranks
+    only, and need neither NATS nor Redis."""
+    rendezvous: str = ""
+    """HOST:PORT of node 0 where its ranks meet those of other nodes; needed when there are several nodes."""
+    group_secret: str = field(default="", repr=False)
+    """What ranks of several nodes prove by that they belong together; the same on all of them. What they then
+    send each other is not encrypted."""
+    group_start_s: float = 600.0
+    """Seconds within which all ranks must have met and have their parts of the model."""
     mock: bool = False
     """Compute nothing: tokens come from a hash. For measuring the mesh itself."""
     mock_vocab: int = 49_152

@@ -8,7 +8,7 @@ the arrays yet: where a row's last position is `known`, its id is the one that t
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,4 +149,21 @@ class OverlappingExecutor(Executor, Protocol):
 
     def begin(self, step: StepInput, slots: SlotArrays) -> Pending:
         """Take what `slots` says about `step`; for rows drawn on the host, `wait` looks there once more."""
+        ...
+
+
+@runtime_checkable
+class GroupedExecutor(Executor, Protocol):
+    """One of a group of ranks: what changes how it computes is decided on rank 0 and told to all."""
+
+    def news(self) -> dict[str, Any] | None:
+        """Asked on rank 0 before each step: what all ranks are to be told first; None: nothing new."""
+        ...
+
+    def tune(self, state: dict[str, Any]) -> None:
+        """What rank 0 had to tell, on every rank between the same two steps."""
+        ...
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """A measurement that all ranks make together; rank 0's result counts. ValueError: unknown name."""
         ...

@@ -14,14 +14,17 @@ def _dumps(value: Any, **_: Any) -> str:
     return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
-def configure(service: str, instance: str, level: str = "info") -> None:
-    """Every line carries `service` and `instance`. Raises ValueError for an unknown level."""
+def configure(service: str, instance: str, level: str = "info", rank: int | None = None) -> None:
+    """Every line carries `service` and `instance`, and a rank its number. Raises ValueError for an unknown
+    level."""
     if level not in _LEVELS:
         raise ValueError(f"log_level={level!r} is not one of {', '.join(_LEVELS)}")
 
     def whose(_: Any, __: str, event: Any) -> Any:
         event.setdefault("service", service)
         event.setdefault("instance", instance)
+        if rank is not None:
+            event.setdefault("rank", rank)
         return event
 
     common: list[Any] = [

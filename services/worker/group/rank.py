@@ -1,0 +1,110 @@
+"""`python -m services.worker.group.rank`: a rank above 0, which computes what rank 0 tells it."""
+
+import argparse
+import gc
+import os
+import socket
+import sys
+
+import structlog
+
+from services.worker.collective.port import GroupLost
+from services.worker.compute import Compute
+from services.worker.executors import batch_for, build_executor
+from services.worker.group.channel import Channel, ChannelLost
+from services.worker.group.facts import facts_built, facts_of, host_name
+from services.worker.group.follower import Diverged, EndsWith, follow
+from services.worker.group.membership import Abort, Membership, can_native
+from services.worker.group.messages import TO_RANK, Built, Failed, Hello, Refusal
+from services.worker.settings import WorkerSettings
+from shared.runtime import logs, process
+from shared.runtime.settings import CannotStart, load
+
+
+def main() -> None:
+    arguments = _arguments()
+    settings = load(WorkerSettings)
+    logs.configure("worker", settings.instance, settings.log_level, rank=arguments.rank)
+    process.die_with_parent(settings.parent_pid)
+    channel = Channel(socket.socket(fileno=arguments.control), TO_RANK)
+    membership = Membership(
+        arguments.rank,
+        settings.tp,
+        {peer: socket.socket(fileno=fd) for peer, fd in arguments.peers},
+        arguments.memory,
+    )
+    raise SystemExit(serve(settings, membership, channel))
+
+
+def serve(settings: WorkerSettings, membership: Membership, channel: Channel) -> int:
+    """This rank's whole life in its group. Returns the exit status."""
+    log = structlog.get_logger()
+    abort = Abort()
+    ends = EndsWith(channel, abort)
+    try:
+        _serve(settings, membership, channel, abort)
+    except ChannelLost as error:
+        log.info("rank 0 is gone", why=str(error))
+    except GroupLost as error:
+        log.error("group lost", why=str(error))
+    except Diverged as error:
+        log.error("diverged", why=str(error))
+        _tell(channel, str(error))
+    except (CannotStart, ModuleNotFoundError) as error:
+        log.error("rank cannot start", error=str(error))
+        _tell(channel, str(error))
+    except Exception as error:
+        log.error("rank failed", exc_info=error)
+        _tell(channel, f"{type(error).__name__}: {error}")
+    else:
+        ends.expected()
+        return 0
+    return 1
+
+
+def _serve(settings: WorkerSettings, membership: Membership, channel: Channel, abort: Abort) -> None:
+    rank = membership.rank
+    channel.send(Hello(rank, settings.node_rank, host_name(), os.getpid(), facts_of(settings), can_native()))
+    welcome = channel.receive()
+    if isinstance(welcome, Refusal):
+        raise CannotStart(welcome.reason)
+    collective = abort.of(membership.collective(welcome))
+    executor = build_executor(settings, collective)
+    compute = Compute(executor, batch_for(settings, executor.info))
+    try:
+        channel.send(Built(facts_built(executor.info)))
+        structlog.get_logger().info("rank follows", **dict(executor.info.detail))
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
+        follow(compute, channel)
+    finally:
+        compute.close()
+        collective.close()
+
+
+def _tell(channel: Channel, reason: str) -> None:
+    try:
+        channel.send(Failed(reason))
+    except ChannelLost:
+        pass
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="A rank of a group; started by the worker, not by hand. Reads the worker's settings."
+    )
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--memory", type=int)
+    parser.add_argument("--peers", type=_peers, default=[])
+    return parser.parse_args(sys.argv[1:])
+
+
+def _peers(text: str) -> list[tuple[int, int]]:
+    """`RANK:DESCRIPTOR,…`"""
+    return [(int(rank), int(fd)) for rank, _, fd in (pair.partition(":") for pair in text.split(",") if pair)]
+
+
+if __name__ == "__main__":
+    main()
