@@ -64,7 +64,12 @@ class Begun:
 
 
 class Relay(Protocol):
-    """What rank 0 of a group tells the others before it does so itself. Each call may raise `GroupLost`."""
+    """What rank 0 of a group tells the others before it does so itself. Telling may raise `GroupLost`."""
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        ...
 
     def follow(self, frame: Step, behind: bool, check: int) -> None: ...
 

@@ -313,7 +313,8 @@ class WorkerService:
 
     def _info(self, compute: Compute) -> InstanceInfo:
         executor, identity = compute.executor.info, self._identity
-        ranks = () if compute.relay is None else tuple(compute.relay.detail().items())
+        relay = compute.relay
+        ranks = () if relay is None else tuple(relay.detail().items())
         return InstanceInfo(
             instance=identity.instance,
             model=identity.model,
@@ -331,6 +332,7 @@ class WorkerService:
             decode_step_s=executor.decode_step_s,
             version=identity.version,
             detail=executor.detail + ranks,
+            tp=1 if relay is None else relay.size,
         )
 
 

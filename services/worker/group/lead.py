@@ -12,7 +12,14 @@ from services.worker.group.facts import difference, facts_built, facts_of
 from services.worker.group.layout import Layout, layout_of, rank_settings
 from services.worker.group.local import start_local
 from services.worker.group.members import Members
-from services.worker.group.membership import LIMIT_S, Abort, can_native, most_floats
+from services.worker.group.membership import (
+    LIMIT_S,
+    SPIN_US,
+    Membership,
+    can_native,
+    make_memory,
+    most_floats,
+)
 from services.worker.group.messages import Begin, Close, Follow, Measure, Refusal, Tune, Welcome
 from services.worker.settings import WorkerSettings
 from services.worker.step import Executor
@@ -27,9 +34,13 @@ CLOSE_S = 3.0
 class Lead:
     """The other ranks do what this one does: told before it does so itself, in the order of its calls."""
 
-    def __init__(self, members: Members, collective: Collective) -> None:
+    def __init__(self, members: Members, membership: Membership) -> None:
         self._members = members
-        self._collective = collective
+        self._membership = membership
+
+    @property
+    def size(self) -> int:
+        return self._membership.size
 
     def follow(self, frame: Step, behind: bool, check: int) -> None:
         self._members.send(Follow(encode(frame), behind, check))
@@ -64,7 +75,7 @@ class Lead:
         with contextlib.suppress(GroupLost):
             self._members.send(Close())
         self._members.close(CLOSE_S)
-        self._collective.close()
+        self._membership.close()
 
 
 def lead(
@@ -75,10 +86,10 @@ def lead(
     Raises `CannotStart` with what keeps the group from forming, and what `build` raises.
     """
     layout = layout_of(settings)
-    abort = Abort()
-    members = Members(range(1, layout.size), abort)
+    membership = Membership(0, layout.size)
+    members = Members(range(1, layout.size), membership.abort)
     try:
-        return _formed(settings, layout, members, abort, build)
+        return _formed(settings, layout, members, membership, build)
     except GroupLost as error:
         members.expect_ends()
         raise CannotStart(str(members.explained(error))) from error
@@ -87,21 +98,23 @@ def lead(
     finally:
         if not members.complete:
             members.close(0.0)
-            abort.close()
+            membership.close()
 
 
 def _formed(
     settings: WorkerSettings,
     layout: Layout,
     members: Members,
-    abort: Abort,
+    membership: Membership,
     build: Callable[[WorkerSettings, Collective], Executor],
 ) -> tuple[Executor, Lead]:
     native = can_native()
     floats = most_floats(settings)
     spare = len(os.sched_getaffinity(0))
     own = {rank: rank_settings(settings, layout, rank, spare) for rank in layout.ranks_of(0)}
-    membership = start_local(members, own, floats)
+    if native:
+        membership.memory_fd = make_memory(layout.size, floats)
+    start_local(members, own, membership)
     members.until(lambda member: member.hello, "has not connected", settings.group_start_s)
     facts = facts_of(settings)
     for member in members.each.values():
@@ -113,10 +126,10 @@ def _formed(
                 members.send(Refusal(refusal))
             raise CannotStart(refusal)
         native = native and member.hello.can_native
-    welcome = Welcome(native, floats, LIMIT_S)
+    computing = sum(each.threads for each in own.values())
+    welcome = Welcome(native, floats, SPIN_US if computing <= spare else 0.0, LIMIT_S)
     members.send(welcome)
-    collective = abort.of(membership.collective(welcome))
-    executor = build(own[0], collective)
+    executor = build(own[0], membership.join(welcome))
     ours = facts_built(executor.info)
     members.until(lambda member: member.built, "has not loaded its part of the model", settings.group_start_s)
     for member in members.each.values():
@@ -125,4 +138,4 @@ def _formed(
             raise CannotStart(f"{member}: {differs}; it loaded another model")
     members.complete = True
     structlog.get_logger().info("group formed", tp=layout.size, native=native)
-    return executor, Lead(members, collective)
+    return executor, Lead(members, membership)

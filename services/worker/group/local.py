@@ -18,13 +18,16 @@ from services.worker.settings import WorkerSettings
 MODULE = "services.worker.group.rank"
 
 
-def start_local(members: Members, own: Mapping[int, WorkerSettings], floats: int) -> Membership:
-    """Start every rank above 0 of a group that is all on this machine; `own`: what each computes with."""
+def start_local(members: Members, own: Mapping[int, WorkerSettings], membership: Membership) -> None:
+    """Start every rank above 0 of a group that is all on this machine, and connect `membership` to them.
+
+    `own`: what each computes with.
+    """
     size = len(own)
     pairs: dict[int, dict[int, socket.socket]] = {rank: {} for rank in own}
+    pairs[0], memory = membership.peers, membership.memory_fd
     for a, b in combinations(own, 2):
         pairs[a][b], pairs[b][a] = socket.socketpair()
-    memory = make_memory(size, floats)
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
         members.connected(rank, Channel(ours, FROM_RANK))
@@ -38,7 +41,6 @@ def start_local(members: Members, own: Mapping[int, WorkerSettings], floats: int
         theirs.close()
         for sock in pairs[rank].values():
             sock.close()
-    return Membership(0, size, pairs[0], memory)
 
 
 def start_rank(
@@ -55,8 +57,3 @@ def start_rank(
         # Ctrl-C in the terminal is for rank 0, which tells the others.
         start_new_session=True,
     )
-
-
-def make_memory(size: int, floats: int) -> int | None:
-    """Memory for the compiled transports, as a descriptor; None where there are none."""
-    return None

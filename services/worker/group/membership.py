@@ -1,11 +1,13 @@
 """What a process has of its group once it is formed."""
 
 import json
+import os
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.worker.collective.port import Collective
+from services.worker.engine.native.build import KernelsUnavailable
 from services.worker.group.messages import Welcome
 from services.worker.group.plain import PlainCollective
 from services.worker.settings import WorkerSettings
@@ -13,12 +15,15 @@ from services.worker.settings import WorkerSettings
 LIMIT_S = 20.0
 """A rank that is alive but does not come to a collective for so long is lost."""
 
+SPIN_US = 20.0
+"""How long a rank looks for the others before it sleeps, if it has a core to itself."""
+
 _LEAST_FLOATS = 1 << 18
 
 
 @dataclass
 class Membership:
-    """One rank's place, and its connections to the others' ranks, which the collective takes over."""
+    """One rank's place and its connections to the other ranks. `abort` may be called from any thread."""
 
     rank: int
     size: int
@@ -26,14 +31,71 @@ class Membership:
     """A connected stream socket for each other rank."""
     memory_fd: int | None = None
     """Memory that all ranks share, if all are on one host."""
+    _collective: Collective | None = None
+    _reason: str = ""
 
-    def collective(self, welcome: Welcome) -> Collective:
+    def join(self, welcome: Welcome) -> Collective:
+        """What the ranks compute through; it owns the connections from now on. Raises ValueError."""
+        collective = self._native(welcome) if welcome.native else self._plain(welcome)
+        self._collective = collective
+        if self._reason:
+            collective.abort(self._reason)
+        return collective
+
+    def abort(self, reason: str) -> None:
+        """Free whoever waits in the collective, also if it is only made afterwards."""
+        self._reason = self._reason or reason
+        if self._collective is not None:
+            self._collective.abort(self._reason)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._collective is not None:
+            self._collective.close()
+        for sock in self.peers.values():
+            sock.close()
+        self._close_memory()
+
+    def _plain(self, welcome: Welcome) -> Collective:
         return PlainCollective(self.rank, self.size, self.peers, welcome.limit_s)
+
+    def _native(self, welcome: Welcome) -> Collective:
+        from services.worker.collective.native import NativeCollective
+
+        collective = NativeCollective(
+            self.rank,
+            self.size,
+            self.memory_fd,
+            self.peers,
+            most_floats=welcome.most_floats,
+            spin_us=welcome.spin_us,
+            limit_s=welcome.limit_s,
+        )
+        self._close_memory()
+        return collective
+
+    def _close_memory(self) -> None:
+        if self.memory_fd is not None:
+            os.close(self.memory_fd)
+            self.memory_fd = None
 
 
 def can_native() -> bool:
     """Whether this machine has the compiled transports, compiling them if need be."""
-    return False
+    from services.worker.collective.library import library
+
+    try:
+        library()
+    except KernelsUnavailable:
+        return False
+    return True
+
+
+def make_memory(size: int, floats: int) -> int:
+    """A descriptor of fresh memory for the compiled transports of one host."""
+    from services.worker.collective.native import make_memory
+
+    return make_memory(size, floats)
 
 
 def most_floats(settings: WorkerSettings) -> int:
@@ -45,27 +107,3 @@ def most_floats(settings: WorkerSettings) -> int:
         except (OSError, ValueError, KeyError, TypeError):
             hidden = 0  # whoever loads the model says what is wrong with it
     return max(_LEAST_FLOATS, 2 * hidden * settings.max_step_tokens)
-
-
-@dataclass
-class Abort:
-    """Frees whoever waits in the collective, also if the collective is made only after the loss."""
-
-    reason: str = ""
-    _collective: Collective | None = None
-
-    def __call__(self, reason: str) -> None:
-        self.reason = self.reason or reason
-        if self._collective is not None:
-            self._collective.abort(self.reason)
-
-    def of(self, collective: Collective) -> Collective:
-        self._collective = collective
-        if self.reason:
-            collective.abort(self.reason)
-        return collective
-
-    def close(self) -> None:
-        """Close the collective, if there is one."""
-        if self._collective is not None:
-            self._collective.close()

@@ -14,7 +14,7 @@ from services.worker.executors import batch_for, build_executor
 from services.worker.group.channel import Channel, ChannelLost
 from services.worker.group.facts import facts_built, facts_of, host_name
 from services.worker.group.follower import Diverged, EndsWith, follow
-from services.worker.group.membership import Abort, Membership, can_native
+from services.worker.group.membership import Membership, can_native
 from services.worker.group.messages import TO_RANK, Built, Failed, Hello, Refusal
 from services.worker.settings import WorkerSettings
 from shared.runtime import logs, process
@@ -39,10 +39,9 @@ def main() -> None:
 def serve(settings: WorkerSettings, membership: Membership, channel: Channel) -> int:
     """This rank's whole life in its group. Returns the exit status."""
     log = structlog.get_logger()
-    abort = Abort()
-    ends = EndsWith(channel, abort)
+    ends = EndsWith(channel, membership.abort)
     try:
-        _serve(settings, membership, channel, abort)
+        _serve(settings, membership, channel)
     except ChannelLost as error:
         log.info("rank 0 is gone", why=str(error))
     except GroupLost as error:
@@ -62,14 +61,13 @@ def serve(settings: WorkerSettings, membership: Membership, channel: Channel) ->
     return 1
 
 
-def _serve(settings: WorkerSettings, membership: Membership, channel: Channel, abort: Abort) -> None:
+def _serve(settings: WorkerSettings, membership: Membership, channel: Channel) -> None:
     rank = membership.rank
     channel.send(Hello(rank, settings.node_rank, host_name(), os.getpid(), facts_of(settings), can_native()))
     welcome = channel.receive()
     if isinstance(welcome, Refusal):
         raise CannotStart(welcome.reason)
-    collective = abort.of(membership.collective(welcome))
-    executor = build_executor(settings, collective)
+    executor = build_executor(settings, membership.join(welcome))
     compute = Compute(executor, batch_for(settings, executor.info))
     try:
         channel.send(Built(facts_built(executor.info)))
@@ -80,7 +78,7 @@ def _serve(settings: WorkerSettings, membership: Membership, channel: Channel, a
         follow(compute, channel)
     finally:
         compute.close()
-        collective.close()
+        membership.close()
 
 
 def _tell(channel: Channel, reason: str) -> None:
