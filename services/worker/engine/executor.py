@@ -6,6 +6,7 @@ On a CPU a step is computed when it is begun. A device is handed one, and its re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,9 @@ from services.worker.engine.decoder import Timed
 from services.worker.engine.device import Device
 from services.worker.engine.grouped import choose_in_group
 from services.worker.engine.kvcache import KvCache, plan_kv
+from services.worker.engine.native.decoder import NativeDecoder
 from services.worker.engine.sampler import SampleRow, sample, top_logprobs
+from services.worker.engine.tuning import Tuning, group_facts
 from services.worker.engine.weights import ModelFolder
 from services.worker.parallel.split import plan_shards
 from services.worker.step import (
@@ -63,6 +66,8 @@ class EngineOptions:
     """Cores nobody else computes on, so that threads may be pinned to them; empty: unknown."""
     deterministic: bool = False
     """A sequence's logits keep their bits whatever else is in a step and however the sequence is cut."""
+    most_tokens: int = 2048
+    """Of a step of a group: room for the messages of so many is made."""
     measure_s: float = 2.0
     """Time the start may spend on measuring what is fastest; 0: it takes what is most likely."""
 
@@ -102,6 +107,10 @@ class TorchExecutor:
             fingerprint += f"-tp{collective.size}"  # a rank's KV is only its own heads'
             made = choose_in_group(folder, device, self._kv, scope, collective)
         self._decoder = made.decoder
+        self._tuning: Tuning | None = None
+        if collective.size > 1 and isinstance(made.decoder, NativeDecoder):
+            facts = group_facts(collective, made.candidate.pinned, options.cores)
+            self._tuning = Tuning(collective, made.decoder, self._kv, config, options.most_tokens, facts)
         folder.close()
         detail = {
             "model": config.family,
@@ -170,6 +179,8 @@ class TorchExecutor:
             pending = _OnDevice(self, step, slots, batch, tokens or OnTheWay(logits), drawn)
         self._batch_s += built - begun
         self._forward_s += time.perf_counter() - built
+        if self._tuning is not None:
+            self._tuning.observe(batch.size)
         return pending or Computed(self._sampled(logits, batch, step, slots))
 
     @torch.inference_mode()
@@ -184,6 +195,21 @@ class TorchExecutor:
         output = StepOutput(np.full(len(step.slots), -1, np.int32))
         self._take(output, batch, np.flatnonzero(step.samples), value.numpy().astype(np.int32))
         return output
+
+    # `services.worker.step.GroupedExecutor`
+
+    def news(self) -> dict[str, Any] | None:
+        return None if self._tuning is None else self._tuning.news()
+
+    def tune(self, state: dict[str, Any]) -> None:
+        if self._tuning is not None:
+            self._tuning.tune(state)
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """`crossovers`: time the algorithms of sums again. Raises ValueError for another name."""
+        if self._tuning is None or name != "crossovers":
+            raise ValueError(f"there is no measurement {name!r} here")
+        return self._tuning.measure_anew()
 
     def close(self) -> None:
         """Release the memory of weights and KV; the executor cannot be used afterwards."""

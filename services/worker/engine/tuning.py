@@ -1,0 +1,265 @@
+"""How a group's passes communicate: measured when the group is formed, corrected by what its steps take.
+
+Everything here runs on all ranks at once, with the same calls; what is decided is decided by what rank 0
+measured, or by what all have told. Algorithms of sums are chosen by message size (`CrossoverTable`), and a
+step's tokens are cut into chunks by what computing and the link cost (`Planner`).
+"""
+
+import hashlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from services.worker.collective.port import Collective
+from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.config import ModelConfig
+from services.worker.engine.kvcache import KvCache
+from services.worker.engine.native.decoder import NativeDecoder
+from services.worker.engine.remembered import Remembered, cpu_name
+from services.worker.parallel.crossover import (
+    CrossoverTable,
+    Line,
+    Timing,
+    sizes_to_measure,
+)
+from services.worker.parallel.overlap import Corrector, Costs, Link, Measured, Planner, Work
+from services.worker.step import I32
+
+_ROWS = (1, 24, 192)
+"""Tokens of the passes that tell what computing costs: one, few, many."""
+_REPEATS = 3
+_MESSAGE_S = 3e-6
+"""Computing time of a message, as a start: corrected by what steps take."""
+_TOLD_AT = 0.05
+"""A correction that changes a cost by this share is told to all ranks."""
+_LEARN_FROM = 16
+"""Tokens of the smallest step that costs are corrected by: single tokens have nothing to plan."""
+
+_ATTEND = ("norm", "qkv", "rope and KV write", "attention", "out")
+_FEED = ("gate and up", "down")
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A transport with several algorithms of sums."""
+
+    def algorithms(self) -> tuple[str, ...]:
+        """By which sums can go here."""
+        ...
+
+    def time(self, algorithm: str, floats: int, repeats: int) -> tuple[float, float]:
+        """(least, median) seconds of one sum of so many floats; all ranks call it."""
+        ...
+
+    def set_table(self, table: list[tuple[int, str]]) -> None: ...
+
+
+def from_rank_0(collective: Collective, told: bytes) -> bytes:
+    """What rank 0 told, on every rank; of the others `told` does not matter."""
+    length = int(collective.gather(np.array([len(told)], np.int64).view(np.uint8))[0].view(np.int64)[0])
+    mine = np.zeros(length, np.uint8)
+    if collective.rank == 0:
+        mine[:] = np.frombuffer(told, np.uint8)
+    return collective.gather(mine)[0].tobytes()
+
+
+def measure_crossovers(
+    collective: Timed, sizes: tuple[int, ...], former: CrossoverTable | None = None
+) -> CrossoverTable:
+    """This rank's times of every algorithm at every size in bytes, as a table. All ranks call it."""
+    timings = []
+    for size in sizes:
+        repeats = 20 if size <= 1 << 16 else 5
+        for algorithm in collective.algorithms():
+            _, typical = collective.time(algorithm, size // 4, repeats)
+            timings.append(Timing(algorithm, size, typical))
+    return CrossoverTable.build(timings, former=former)
+
+
+def crossovers(
+    collective: Collective, most_bytes: int, depends_on: dict[str, object], anew: bool = False
+) -> CrossoverTable | None:
+    """The table of this group, in use afterwards: remembered by what it depends on, or measured.
+
+    The same on all ranks; None of a transport that knows one way only.
+    """
+    if not isinstance(collective, Timed):
+        return None
+    memory = Remembered(CrossoverTable, "crossovers", depends_on)
+    known = memory.recall() if collective.rank == 0 and not anew else None
+    told = from_rank_0(collective, msgspec.msgpack.encode(known))
+    table = msgspec.msgpack.decode(told, type=CrossoverTable | None)
+    if table is None:
+        measured = measure_crossovers(collective, sizes_to_measure(most_bytes))
+        told = from_rank_0(collective, msgspec.msgpack.encode(measured))
+        table = msgspec.msgpack.decode(told, type=CrossoverTable)
+        if collective.rank == 0:
+            memory.keep(table)
+    use(collective, table)
+    return table
+
+
+def use(collective: Timed, table: CrossoverTable) -> None:
+    """Sums go by `table` from now on."""
+    collective.set_table([(entry.up_to_bytes, entry.algorithm) for entry in table.entries])
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one layer's two halves for a number of tokens, on the slowest rank."""
+
+    attend: float
+    feed: float
+
+
+def measure_stages(decoder: NativeDecoder, kv: KvCache, collective: Collective) -> dict[int, StageTimes]:
+    """What half a layer takes to compute, waiting left out. Writes into block 0 onwards."""
+    found = {}
+    layer = min(1, decoder.config.layers - 1)
+    for rows in _ROWS:
+        rows = min(rows, kv.blocks * kv.block_tokens, decoder.config.max_len)
+        batch = _tokens(kv, rows)
+        one = np.array([0, rows], np.int32)
+        halves = []
+        for _ in range(_REPEATS + 1):
+            before = decoder.spent()
+            decoder.forward_layers(batch, layer, layer + 1, one)
+            spent = {name: seconds - before[name] for name, seconds in decoder.spent().items()}
+            halves.append([sum(spent[name] for name in names) for names in (_ATTEND, _FEED)])
+        mine = np.median(np.array(halves[1:]), axis=0)
+        told = collective.gather(mine.view(np.uint8)).view(np.float64)
+        found[rows] = StageTimes(*(float(of) for of in told.max(axis=0)))
+    return found
+
+
+def work_of(times: dict[int, float]) -> Work:
+    """The cost of a stage's chunk from its seconds by rows: of one, of few, of many."""
+    rows = sorted(times)
+    if len(rows) < 3:
+        return Work(0.0, times[rows[-1]] / rows[-1], times[rows[0]])
+    one, few, many = rows
+    row_s = max((times[many] - times[few]) / (many - few), 0.1 * times[many] / many)
+    return Work(max(0.0, times[many] - row_s * many), row_s, times[one])
+
+
+def link_of(table: CrossoverTable | None, row_bytes: int, most_bytes: int) -> Link:
+    """What a message takes of the link, as a line through chunks of few and of many tokens."""
+    if table is None:
+        return Link(0.0, 0.0)
+    few, many = min(16 * row_bytes, most_bytes // 2), most_bytes
+    slope = max(0.0, (table.predict(many) - table.predict(few)) / max(1, many - few))
+    return Link.of(Line(max(0.0, table.predict(few) - slope * few), slope))
+
+
+class Tuning:
+    """The group's side of an executor: plans its steps, learns from them, tells all ranks what changes."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        decoder: NativeDecoder,
+        kv: KvCache,
+        config: ModelConfig,
+        most_tokens: int,
+        depends_on: dict[str, object],
+    ) -> None:
+        self._collective, self._decoder = collective, decoder
+        self._row_bytes = 4 * config.hidden
+        self._most_bytes = most_tokens * self._row_bytes
+        self._depends_on = depends_on
+        self.table = crossovers(collective, self._most_bytes, depends_on)
+        stages = measure_stages(decoder, kv, collective)
+        self._costs = Costs(
+            layers=config.layers,
+            attend=work_of({rows: times.attend for rows, times in stages.items()}),
+            feed=work_of({rows: times.feed for rows, times in stages.items()}),
+            link=link_of(self.table, self._row_bytes, self._most_bytes),
+            row_bytes=self._row_bytes,
+            message_s=_MESSAGE_S,
+        )
+        self._planner = Planner(self._costs)
+        self._corrector = Corrector(self._costs)
+        self._news: dict[str, Any] | None = None
+        self._before = decoder.spent()
+        decoder.plan = self.plan
+
+    @property
+    def costs(self) -> Costs:
+        """As corrected so far."""
+        return self._planner.costs
+
+    def plan(self, tokens: int) -> I32:
+        """`ChunkPlan` of this group's steps."""
+        return np.array(self._planner.plan(tokens), np.int32)
+
+    def observe(self, tokens: int) -> None:
+        """A step of so many tokens was computed. On rank 0, costs are corrected by it."""
+        spent = self._decoder.spent()
+        if self._collective.rank == 0 and tokens >= _LEARN_FROM:
+            taken = {name: seconds - self._before[name] for name, seconds in spent.items()}
+            exposed_s = taken.pop("exposed communication")
+            compute_s = sum(taken.values()) - taken["head"]
+            plan = self._planner.plan(tokens)
+            self._corrector.observe(Measured(plan, compute_s, exposed_s))
+            corrected = self._corrector.costs
+            if _differ(corrected, self._planner.costs):
+                self._news = {"costs": corrected.to_plain()}
+        self._before = spent
+
+    def news(self) -> dict[str, Any] | None:
+        """What all ranks are to be told before the next step."""
+        news, self._news = self._news, None
+        return news
+
+    def tune(self, state: dict[str, Any]) -> None:
+        """What rank 0 had to tell."""
+        if "costs" in state:
+            self._planner.use(Costs.from_plain(state["costs"]))
+
+    def measure_anew(self) -> dict[str, Any]:
+        """Time the algorithms again; all ranks between the same two steps. The new table, as plain data."""
+        self.table = crossovers(self._collective, self._most_bytes, self._depends_on, anew=True)
+        link = link_of(self.table, self._row_bytes, self._most_bytes)
+        self._costs = replace(self._costs, link=link)
+        self._corrector = Corrector(self._costs)
+        self._planner.use(self._costs)
+        return {} if self.table is None else self.table.to_plain()
+
+
+def group_facts(collective: Collective, pinned: bool, cores: Sequence[int]) -> dict[str, object]:
+    """What the times of this group's messages depend on: on all ranks what rank 0 finds of all of them."""
+    mine = f"{socket.gethostname()} {sorted(cores) if pinned else len(os.sched_getaffinity(0))} {cpu_name()}"
+    digest = np.frombuffer(hashlib.sha256(mine.encode()).digest(), np.uint8)
+    places = [row.tobytes().hex()[:16] for row in collective.gather(digest)]
+    algorithms = collective.algorithms() if isinstance(collective, Timed) else ()
+    return {"ranks": collective.size, "places": places, "algorithms": algorithms}
+
+
+def _differ(a: Costs, b: Costs) -> bool:
+    pairs = [(a.link.s_per_byte, b.link.s_per_byte), (a.link.busy_s, b.link.busy_s)]
+    pairs.append((a.link.latency_s, b.link.latency_s))
+    pairs += _numbers(a.attend, b.attend) + _numbers(a.feed, b.feed)
+    return any(abs(x - y) > _TOLD_AT * max(abs(x), abs(y), 1e-7) for x, y in pairs)
+
+
+def _numbers(one: Work, other: Work) -> list[tuple[float, float]]:
+    return [(one.fixed_s, other.fixed_s), (one.row_s, other.row_s), (one.least_s, other.least_s)]
+
+
+def _tokens(kv: KvCache, count: int) -> RaggedBatch:
+    positions = np.arange(count, dtype=np.int32)
+    return RaggedBatch(
+        tokens=np.zeros(count, np.int32),
+        positions=positions,
+        row_start=np.array([0, count], np.int32),
+        kv_len=np.array([count], np.int32),
+        block_table=np.arange(-(-count // kv.block_tokens), dtype=np.int32)[None],
+        write_block=positions // kv.block_tokens,
+        write_offset=positions % kv.block_tokens,
+        logit_tokens=np.array([count - 1], np.int32),
+    )
