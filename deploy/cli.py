@@ -164,7 +164,7 @@ def _build() -> "typer.Typer":
             Literal["expected", "max"], typer.Option(help="KV reserved at admission.")
         ] = "expected",
         threads: Annotated[
-            int, typer.Option(min=0, help="Compute threads per instance; 0: what measures best.")
+            int, typer.Option(min=0, help="Compute threads per rank; 0: what measures best.")
         ] = 0,
         kernels: Annotated[
             Literal["auto", "native", "torch"], typer.Option(help="auto: whichever measures faster.")
@@ -174,8 +174,21 @@ def _build() -> "typer.Typer":
             typer.Option("--deterministic", help="Same request, same tokens, whatever else is computed."),
         ] = False,
         device: Annotated[
-            str, typer.Option(help="cuda, or cuda:0,cuda:1 for instances in turn; empty: the CPU.")
+            str, typer.Option(help="cuda, or cuda:0,cuda:1 for instances or ranks; empty: the CPU.")
         ] = "",
+        tp: Annotated[
+            int, typer.Option(min=1, max=64, help="Ranks of each instance: processes that share its work.")
+        ] = 1,
+        nodes: Annotated[int, typer.Option(min=1, help="Machines its ranks are spread over.")] = 1,
+        node_rank: Annotated[
+            int, typer.Option(min=0, help="Which of them this is; all but 0 run nothing but ranks.")
+        ] = 0,
+        rendezvous: Annotated[
+            str, typer.Option(metavar="HOST:PORT", help="Of node 0, where ranks of several nodes meet.")
+        ] = "",
+        group_secret_file: Annotated[
+            Path | None, typer.Option(help="A secret that all nodes have, in the first line.")
+        ] = None,
         log_level: Annotated[
             Literal["debug", "info", "warning", "error"], typer.Option(help="Of the services.")
         ] = "info",
@@ -207,6 +220,11 @@ def _build() -> "typer.Typer":
             kernels=kernels,
             deterministic=deterministic,
             device=device,
+            tp=tp,
+            nodes=nodes,
+            node_rank=node_rank,
+            rendezvous=rendezvous,
+            group_secret_file=group_secret_file,
             log_level=log_level,
             set=tuple(set_ or ()),
         )

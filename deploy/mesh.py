@@ -11,11 +11,11 @@ from urllib.parse import quote
 
 from deploy.credentials import Credentials
 from deploy.down import MARK
-from deploy.options import UpOptions, devices_of, instance_names, parse_settings
+from deploy.options import UpOptions, devices_of, group_settings, instance_names, parse_settings
 from deploy.rundir import RunDir
 from deploy.servers import nats_probe, redis_probe
 from deploy.supervisor import ChildSpec
-from shared.runtime.settings import OF_THE_NODE
+from shared.runtime.settings import OF_THE_NODE, PREFIX, as_env
 
 _GATEWAY_GRACE_S = 8.0
 _SERVICE_GRACE_S = 4.0
@@ -107,6 +107,18 @@ def stages(
     redis_argv = (places.redis_program, str(run.conf / "redis.conf"))
     names = instance_names(options.instances)
     shares = share_cores(sorted(os.sched_getaffinity(0)), options.instances)
+    workers = [
+        service(
+            "worker",
+            name,
+            f"worker-{name}",
+            worker_settings(options, places, cores, device),
+            start_s=_WORKER_START_S,
+        )
+        for name, cores, device in zip(names, shares, devices_of(options), strict=True)
+    ]
+    if options.node_rank:
+        return [workers]
     return [
         [
             server("nats", nats_argv, nats_probe(places.nats_port)),
@@ -115,16 +127,7 @@ def stages(
             ),
         ],
         [service("kvstore", "kvstore", "kvstore", {})],
-        [
-            service(
-                "worker",
-                name,
-                f"worker-{name}",
-                worker_settings(options, places, cores, device),
-                start_s=_WORKER_START_S,
-            )
-            for name, cores, device in zip(names, shares, devices_of(options), strict=True)
-        ],
+        workers,
         [service("scheduler", "scheduler", "scheduler", scheduler_settings(options))],
         [
             service(
@@ -158,6 +161,9 @@ def worker_settings(options: UpOptions, places: Places, cores: Sequence[int], de
         "mock": "1" if options.mock else "",
         "max_slots": str(options.max_slots or ""),
     }
+    if options.tp > 1:
+        settings |= {k.removeprefix(PREFIX).lower(): v for k, v in as_env(group_settings(options)).items()}
+        settings["threads"] = str(options.threads or "")
     return {key: value for key, value in settings.items() if value}
 
 

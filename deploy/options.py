@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from services.worker.group.layout import layout_of
+from services.worker.settings import WorkerSettings
 from shared.runtime.settings import SettingsError, convert
 
 SERVICES = ("gateway", "scheduler", "worker", "kvstore")
@@ -39,13 +41,23 @@ class UpOptions:
     policy: Literal["continuous", "static"] = "continuous"
     reservation: Literal["expected", "max"] = "expected"
     threads: int = 0
-    """Compute threads of each instance; 0: as many of its share of the cores as measure best."""
+    """Compute threads of each rank; 0: as many of its share of the cores as measure best."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     deterministic: bool = False
     """Tokens of a request do not depend on what else is computed."""
     device: str = ""
     """A torch device, e.g. cuda; empty: as the worker chooses, which is the CPU. Several, with commas,
-    are dealt out to the instances in turn."""
+    are dealt out to the instances in turn, or to the ranks of all instances."""
+    tp: int = 1
+    """Ranks of each instance, which share its work."""
+    nodes: int = 1
+    """Machines the ranks of the one instance are spread over."""
+    node_rank: int = 0
+    """Which of them this is; all but 0 run ranks and nothing else."""
+    rendezvous: str = ""
+    """HOST:PORT of node 0 where ranks meet."""
+    group_secret_file: Path | None = None
+    """First line: what ranks of several nodes prove by that they belong together."""
     log_level: str = "info"
     set: tuple[str, ...] = ()
     """Further settings of services, each `SERVICE.FIELD=VALUE`."""
@@ -66,7 +78,7 @@ class UpOptions:
 
 def check_formats(options: UpOptions) -> None:
     """Raise `BadOption` for a device or formats that no worker could serve, before anything is started."""
-    for device in (named or "cpu" for named in devices_of(options)):
+    for device in (named or "cpu" for each in devices_of(options) for named in each.split(",")):
         if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
             raise BadOption(f"--device {device}: write cpu, cuda, or of several cuda:0,cuda:1")
         cuda = device != "cpu"
@@ -80,9 +92,55 @@ def check_formats(options: UpOptions) -> None:
 
 
 def devices_of(options: UpOptions) -> list[str]:
-    """The device of each instance; empty: as the worker chooses."""
+    """The device of each instance, or of its ranks on this node with commas; empty: as the worker chooses."""
     named = [device.strip() for device in options.device.split(",")]
-    return [named[i % len(named)] for i in range(options.instances)]
+    if options.tp == 1:
+        return [named[i % len(named)] for i in range(options.instances)]
+    if named in ([""], ["cpu"]):
+        return named * options.instances
+    ranks = len(layout_of(group_settings(options)).ranks_of(options.node_rank))
+    if named == ["cuda"]:
+        named = [f"cuda:{i}" for i in range(options.instances * ranks)]
+    if len(named) != options.instances * ranks or len(set(named)) != len(named):
+        raise BadOption(
+            f"--device {options.device}: name one device for each of {options.instances * ranks} rank(s) "
+            f"here (--instances {options.instances}, --tp {options.tp}), or cuda for all there are"
+        )
+    return [",".join(named[i * ranks : (i + 1) * ranks]) for i in range(options.instances)]
+
+
+def check_group(options: UpOptions) -> None:
+    """Raise `BadOption` for a group that cannot be."""
+    if options.nodes > 1 and options.instances > 1:
+        raise BadOption(
+            f"--instances {options.instances}: several nodes share one instance; start others apart"
+        )
+    group_settings(options)
+
+
+def group_settings(options: UpOptions) -> WorkerSettings:
+    """What a worker is told of its group. Raises `BadOption`."""
+    settings = WorkerSettings(
+        tp=options.tp,
+        nodes=options.nodes,
+        node_rank=options.node_rank,
+        rendezvous=options.rendezvous,
+        group_secret=_secret(options.group_secret_file),
+    )
+    try:
+        layout_of(settings)
+    except SettingsError as error:
+        raise BadOption(str(error)) from None
+    return settings
+
+
+def _secret(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return file.expanduser().read_text(encoding="utf-8").split("\n", 1)[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadOption(f"--group-secret-file {file} cannot be read: {error}") from None
 
 
 def parse_http(text: str) -> tuple[str, int]:

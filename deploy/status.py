@@ -63,7 +63,7 @@ def collect(run: RunDir, now: float | None = None) -> dict[str, Any]:
     }
     if report["state"] == "failed":
         report["error"] = state.get("error", "")
-    if report["state"] in ("ready", "starting"):
+    if report["url"] and report["state"] in ("ready", "starting"):
         try:
             answers, workers = asyncio.run(_ask(run))
         except (BusDown, RunDirError) as error:

@@ -13,7 +13,15 @@ from typing import Any
 from deploy import credentials as users
 from deploy.down import leftovers, stopped
 from deploy.mesh import Places, stages
-from deploy.options import BadOption, UpOptions, check_formats, check_settings, instance_names, parse_http
+from deploy.options import (
+    BadOption,
+    UpOptions,
+    check_formats,
+    check_group,
+    check_settings,
+    instance_names,
+    parse_http,
+)
 from deploy.processes import end, identify
 from deploy.rundir import RunDir, RunDirError
 from deploy.servers import MissingServer, find_nats, find_redis, free_port, port_taken
@@ -59,12 +67,15 @@ def say(line: str) -> None:
 
 def _check(options: UpOptions) -> None:
     instance_names(options.instances)
+    check_group(options)
     check_formats(options)
     try:
         parse_bytes(options.kv_memory)
     except SettingsError as error:
         raise BadOption(f"--kv-memory: {error}") from None
     check_settings(options.set)
+    if options.node_rank:
+        return
     host, port = parse_http(options.http)
     try:
         taken = port_taken(host, port)  # port 0 never is, but the host is checked
@@ -113,8 +124,8 @@ class _Mesh:
         host, port = parse_http(options.http)
         port = port or free_port(host)
         self._places = Places(
-            nats_program=find_nats(),
-            redis_program=find_redis(),
+            nats_program="" if options.node_rank else find_nats(),
+            redis_program="" if options.node_rank else find_redis(),
             nats_port=free_port(),
             redis_port=free_port(),
             model_name=model.name,
@@ -183,8 +194,17 @@ class _Mesh:
         self._stopping.set()
 
     async def _bring_up(self) -> None:
-        say(f"starting {self._places.model_name} ({self._options.instances} instance(s)) in {self._run.path}")
+        options = self._options
+        ranks = f" of {options.tp} ranks" if options.tp > 1 else ""
+        say(
+            f"starting {self._places.model_name} ({options.instances} instance(s){ranks}) in {self._run.path}"
+        )
         await self._supervisor.start()
+        if options.node_rank:
+            say(
+                f"ranks of node {options.node_rank} of {options.nodes} run; they meet at {options.rendezvous}"
+            )
+            return
         say("all processes are up; waiting for a canary to pass")
         await self._until_ready()
 
@@ -207,6 +227,8 @@ class _Mesh:
             await asyncio.sleep(0.1)
 
     def _announce(self) -> None:
+        if self._options.node_rank:
+            return
         say(f"ready {self._url} (after {time.time() - self._started:.1f} s)")
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._options.api_key_file else ""
         question = "Say something." if self._options.mock else "What is the capital of France?"
@@ -256,7 +278,7 @@ class _Mesh:
             "error": self._error,
             "supervisor": {"pid": me.pid, "start": me.start},
             "started": self._started,
-            "url": self._url,
+            "url": None if self._options.node_rank else self._url,
             "model": self._places.model_name,
             "model_folder": str(self._places.model_folder),
             "mock": self._options.mock,

@@ -21,7 +21,7 @@ from services.worker.group.membership import (
     most_floats,
 )
 from services.worker.group.messages import Begin, Close, Follow, Measure, Refusal, Tune, Welcome
-from services.worker.settings import WorkerSettings
+from services.worker.settings import WorkerSettings, parse_cores
 from services.worker.step import Executor
 from shared.runtime.settings import CannotStart
 from shared.wire import Step
@@ -110,7 +110,7 @@ def _formed(
 ) -> tuple[Executor, Lead]:
     native = can_native()
     floats = most_floats(settings)
-    spare = len(os.sched_getaffinity(0))
+    spare = len(parse_cores(settings.cores) or os.sched_getaffinity(0))
     own = {rank: rank_settings(settings, layout, rank, spare) for rank in layout.ranks_of(0)}
     if native:
         membership.memory_fd = make_memory(layout.size, floats)
