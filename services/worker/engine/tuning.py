@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -28,6 +29,7 @@ from services.worker.parallel.crossover import (
     sizes_to_measure,
 )
 from services.worker.parallel.overlap import Corrector, Costs, Link, Measured, Planner, Work
+from services.worker.parallel.share import Shares, StepShare
 from services.worker.step import I32
 
 _ROWS = (1, 24, 192)
@@ -185,6 +187,7 @@ class Tuning:
         self._planner = Planner(self._costs)
         self._corrector = Corrector(self._costs)
         self._news: dict[str, Any] | None = None
+        self.shares = Shares(config.layers)
         self._before = decoder.spent()
         decoder.plan = self.plan
 
@@ -200,16 +203,24 @@ class Tuning:
     def observe(self, tokens: int) -> None:
         """A step of so many tokens was computed. On rank 0, costs are corrected by it."""
         spent = self._decoder.spent()
+        taken = {name: seconds - self._before[name] for name, seconds in spent.items()}
+        self._before = spent
+        exposed_s = taken.pop("exposed communication")
+        compute_s = sum(taken.values())
+        plan = self._planner.plan(tokens)
+        self.shares.add(StepShare(tokens, compute_s, self._alone_s(plan), exposed_s))
         if self._collective.rank == 0 and tokens >= _LEARN_FROM:
-            taken = {name: seconds - self._before[name] for name, seconds in spent.items()}
-            exposed_s = taken.pop("exposed communication")
-            compute_s = sum(taken.values()) - taken["head"]
-            plan = self._planner.plan(tokens)
-            self._corrector.observe(Measured(plan, compute_s, exposed_s))
+            self._corrector.observe(Measured(plan, compute_s - taken["head"], exposed_s))
             corrected = self._corrector.costs
             if _differ(corrected, self._planner.costs):
                 self._news = {"costs": corrected.to_plain()}
-        self._before = spent
+
+    def _alone_s(self, plan: Sequence[int]) -> float:
+        """What the messages of a step take if nothing is computed meanwhile."""
+        if self.table is None:
+            return 0.0
+        sizes = [(stop - start) * self._row_bytes for start, stop in pairwise(plan)]
+        return (1 + 2 * self._costs.layers) * sum(self.table.predict(size) for size in sizes)
 
     def news(self) -> dict[str, Any] | None:
         """What all ranks are to be told before the next step."""
