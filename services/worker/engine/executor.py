@@ -211,6 +211,11 @@ class TorchExecutor:
             raise ValueError(f"there is no measurement {name!r} here")
         return self._tuning.measure_anew()
 
+    @property
+    def tuning(self) -> Tuning | None:
+        """How the group communicates; None of a rank alone, and of ranks that compute with torch."""
+        return self._tuning
+
     def close(self) -> None:
         """Release the memory of weights and KV; the executor cannot be used afterwards."""
         self.__dict__.pop("_decoder", None)

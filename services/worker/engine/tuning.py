@@ -28,7 +28,7 @@ from services.worker.parallel.crossover import (
     Timing,
     sizes_to_measure,
 )
-from services.worker.parallel.overlap import Corrector, Costs, Link, Measured, Planner, Work
+from services.worker.parallel.overlap import Corrector, Costs, Link, Measured, Planner, Work, simulate
 from services.worker.parallel.share import Shares, StepShare
 from services.worker.step import I32
 
@@ -231,6 +231,33 @@ class Tuning:
         """What rank 0 had to tell."""
         if "costs" in state:
             self._planner.use(Costs.from_plain(state["costs"]))
+
+    def describe(self) -> dict[str, Any]:
+        """All that is known of how this group communicates, as plain data: for `hortator profile comm`."""
+        known: dict[str, Any] = {"costs": self.costs.to_plain(), "link": self._depends_on}
+        if self.table is not None:
+            known |= self.table.to_plain()
+            known["fits"] = {name: msgspec.to_builtins(fit) for name, fit in self.table.fits.items()}
+        known["recent"] = {kind: layer.to_plain() for kind, layer in self.shares.recent.items()}
+        return known
+
+    def planned(self, tokens: int) -> dict[str, Any]:
+        """How a step of `tokens` tokens is cut, by what its layers' sums go, and what that should take."""
+        plan = self._planner.plan(tokens)
+        wave, layers = simulate(plan, self.costs), self._costs.layers
+        sizes = [(stop - start) * self._row_bytes for start, stop in pairwise(plan)]
+        algorithms = [] if self.table is None else sorted({self.table.choose(size) for size in sizes})
+        return {
+            "tokens": tokens,
+            "chunks": len(sizes),
+            "message_bytes": max(sizes),
+            "algorithms": algorithms,
+            "messages_per_layer": 2 * len(sizes),
+            "step_s": wave.total_s,
+            "layer_compute_s": wave.compute_s / layers,
+            "layer_communication_s": self._alone_s(plan) / layers,
+            "layer_exposed_s": wave.exposed_s / layers,
+        }
 
     def measure_anew(self) -> dict[str, Any]:
         """Time the algorithms again; all ranks between the same two steps. The new table, as plain data."""
