@@ -123,7 +123,7 @@ class Members:
 
     def check(self) -> None:
         if self.lost is not None:
-            raise self.lost
+            raise GroupLost(str(self.lost))
 
     def explained(self, error: GroupLost) -> GroupLost:
         """What is known of a loss that was noticed in another way, as in a collective: who ended, and how."""
@@ -131,7 +131,7 @@ class Members:
         with self._changed:
             while self.lost is None and (left_s := deadline - time.monotonic()) > 0:
                 self._changed.wait(left_s)
-            return self.lost or error
+            return GroupLost(str(self.lost or error))
 
     def when_lost(self, then: Callable[[GroupLost], None]) -> None:
         """`then` is called once, from another thread or at once, should the group be lost."""
