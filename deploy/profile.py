@@ -1,4 +1,4 @@
-"""`hortator profile`: where the time of an engine step goes on this machine."""
+"""`hortator profile`: where the time of engine steps and of a group's messages goes on this machine."""
 
 import json
 import subprocess
@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from deploy import profile_comm
 from shared.model import ModelError, resolve
 
 app = typer.Typer(help="Measure where the time goes.", no_args_is_help=True, add_completion=False)
@@ -86,6 +87,45 @@ def engine(
         print(json.dumps(report, indent=1))
     else:
         _print_tables(report)
+
+
+@app.command()
+def comm(
+    model: Annotated[
+        str, typer.Option(help="A name (smol), a Hugging Face folder, or a .gguf file.")
+    ] = "smollm2-135m-instruct",
+    tp: Annotated[int, typer.Option(min=2, max=64, help="Ranks of the group.")] = 2,
+    dtype: Annotated[
+        Literal["float32", "float16", "int8", "int8-dynamic"],
+        typer.Option(help="Weights in memory, as `hortator up --dtype`."),
+    ] = "float16",
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads of a rank; 0: its share.")] = 0,
+    cores: Annotated[str, typer.Option(help="Cores of the group, e.g. 0-3: ranks are pinned to them.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw times, fits and crossovers into this PNG.")] = None,
+) -> None:
+    """Form a group of ranks on this machine and print what sums over them cost: each algorithm at each size,
+    which one messages of which size go by, and how steps of the model are cut into chunks.
+
+    Measure on an idle machine: the figures are those of this moment.
+    """
+    if plot is not None and not plot.parent.is_dir():
+        _fail(f"--plot {plot}: there is no folder {plot.parent}")
+    try:
+        folder = resolve(model).path
+    except ModelError as error:
+        _fail(str(error))
+    options = ["--tp", str(tp), "--dtype", dtype, "--threads", str(threads), "--cores", cores]
+    try:
+        report = profile_comm.measure(folder, options)
+    except profile_comm.CannotMeasure as error:
+        _fail(f"{error}; the reason stands above")
+    if plot is not None:
+        profile_comm.draw(report, plot)
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        profile_comm.print_tables(report)
 
 
 def _fail(reason: str) -> NoReturn:
