@@ -73,8 +73,10 @@ def collect(run: RunDir, now: float | None = None) -> dict[str, Any]:
             # A standby lists nothing; of two that think they lead, the higher epoch is right.
             leader = max(answers, key=lambda a: (bool(a.get("instances")), a.get("epoch", 0)), default={})
             engines = {worker.get("instance"): engine(worker.get("detail") or {}) for worker in workers}
+            groups = {worker.get("instance"): worker.get("group") or None for worker in workers}
             report["instances"] = [
-                {f: row.get(f) for f in INSTANCE_FIELDS} | {"engine": engines.get(row.get("id"))}
+                {f: row.get(f) for f in INSTANCE_FIELDS}
+                | {"engine": engines.get(row.get("id")), "group": groups.get(row.get("id"))}
                 for row in leader.get("instances", [])
             ]
             if not answers:
@@ -138,6 +140,19 @@ def engine_line(instance: str, detail: dict[str, Any]) -> str:
     return f"{instance}: {'; '.join(part for part in parts if part)}"
 
 
+def group_lines(instance: str, group: dict[str, Any]) -> list[str]:
+    """How a group's layers spend their time, and what follows from it, in lines for people."""
+    lines = []
+    for kind, layer in group.get("recent", {}).items():
+        if layer["steps"]:
+            lines.append(
+                f"{instance}: {group['tp']} ranks, {kind} steps: a layer computes {layer['compute_us']:.0f} µs, "
+                f"its messages take {layer['communication_us']:.0f} µs ({layer['share']:.0%}), of which "
+                f"{layer['exposed_us']:.0f} µs were waited for"
+            )
+    return lines + [f"{instance}: {advice}" for advice in group.get("advice", ())]
+
+
 def stats_data(answer: bytes) -> dict[str, Any] | None:
     """Data of a STATS answer of the NATS micro convention: it stands with the endpoint."""
     try:
@@ -192,6 +207,8 @@ def print_for_people(report: dict[str, Any], console: Any) -> None:
     for row in report["instances"]:
         if row["engine"]:
             line(engine_line(row["id"], row["engine"]))
+        for text in group_lines(row["id"], row.get("group") or {}):
+            line(text)
     if report.get("error"):
         console.print(escape(report["error"]), style="red", highlight=False, soft_wrap=True)
     if report["state"] in _OVER:

@@ -217,6 +217,10 @@ class Compute:
             self.relay.measure(name)
         return self._tuned.measure(name)
 
+    def report(self) -> dict[str, Any]:
+        """How the group communicates; empty of a rank alone. From any thread."""
+        return {} if self.relay is None or self._tuned is None else self._tuned.report()
+
     def explained(self, error: BaseException) -> BaseException:
         """`error`, or what is known of it where it is the loss of the group."""
         if isinstance(error, GroupLost) and self.relay is not None:

@@ -1,5 +1,7 @@
 """What a worker counts, for /metrics."""
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.worker.compute import Outcome
@@ -32,6 +34,7 @@ class WorkerMetrics:
             "hortator_worker_sessions_broken", "Sessions ended by a contradictory frame", registry=registry
         )
         self._ran_before = 0
+        self._group = _GroupMetrics(registry)
 
     def frame(self, verdict: Verdict) -> None:
         self._frames[verdict].inc()
@@ -52,9 +55,50 @@ class WorkerMetrics:
             self._slots.set(outcome.running)
             self._ran_before = outcome.running
 
+    def group(self, report: dict[str, Any]) -> None:
+        """What the group tells of its communication; empty of a rank alone."""
+        if report:
+            self._group.update(report)
+
     def session_began(self) -> None:
         self._ran_before = 0
         self._slots.set(0)
 
     def session_broke(self) -> None:
         self._broken.inc()
+
+
+class _GroupMetrics:
+    """Rank 0's time: computing, what its messages take alone, and what of it nothing was computed behind."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._totals = {
+            what: Counter(f"hortator_worker_{what}_seconds", text, registry=registry)
+            for what, text in (
+                ("compute", "Time rank 0 of the group computed in passes"),
+                ("communication", "Time the messages of passes take when nothing else is done"),
+                ("exposed_communication", "Time rank 0 waited for messages with nothing to compute"),
+            )
+        }
+        self._layer = Gauge(
+            "hortator_worker_layer_seconds",
+            "One layer of recent steps",
+            ["step", "part"],
+            registry=registry,
+        )
+        self._share = Gauge(
+            "hortator_worker_communication_share",
+            "Communication of recent steps over their computing time",
+            ["step"],
+            registry=registry,
+        )
+        self._told = dict.fromkeys(self._totals, 0.0)
+
+    def update(self, report: dict[str, Any]) -> None:
+        for what, counter in self._totals.items():
+            counter.inc(max(0.0, report[f"{what}_s"] - self._told[what]))
+            self._told[what] = report[f"{what}_s"]
+        for step, layer in report["recent"].items():
+            for part in ("compute", "communication", "exposed"):
+                self._layer.labels(step, part).set(layer[f"{part}_us"] * 1e-6)
+            self._share.labels(step).set(layer["share"])

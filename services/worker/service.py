@@ -72,6 +72,7 @@ class WorkerService:
         self._metrics = WorkerMetrics(registry)
         self._log = structlog.get_logger()
         self._current: Session | None = None
+        self._group: Callable[[], dict[str, Any]] = dict
         self._kv_changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._over = asyncio.Event()
@@ -95,7 +96,9 @@ class WorkerService:
             # Nobody has heard of us yet. The thread that loads the model ends with the process.
             started.cancel()
             return
-        self._current = Session(self._info(started.result()))
+        compute = started.result()
+        self._current = Session(self._info(compute))
+        self._group = compute.report
         # The first beat invites a claim: by then we must listen.
         subscriptions = await self._subscribe()
         tasks = [asyncio.ensure_future(work) for work in (self._beat(), self._tell_kvstore())]
@@ -136,6 +139,7 @@ class WorkerService:
             "seen_seq": self._session.gate.seen_seq,
             "done_seq": self._session.done_seq,
             "slots": self._running,
+            "group": self._group(),
         }
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -262,6 +266,7 @@ class WorkerService:
     async def _beat(self) -> None:
         while True:
             self._say(self._session.beat())
+            self._metrics.group(self._group())
             await asyncio.sleep(BEAT_S)
 
     async def _tell_kvstore(self) -> None:

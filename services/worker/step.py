@@ -167,3 +167,7 @@ class GroupedExecutor(Executor, Protocol):
     def measure(self, name: str) -> dict[str, Any]:
         """A measurement that all ranks make together; rank 0's result counts. ValueError: unknown name."""
         ...
+
+    def report(self) -> dict[str, Any]:
+        """How rank 0 and the others communicate, as plain data: from any thread, at any time."""
+        ...

@@ -211,6 +211,9 @@ class TorchExecutor:
             raise ValueError(f"there is no measurement {name!r} here")
         return self._tuning.measure_anew()
 
+    def report(self) -> dict[str, Any]:
+        return {} if self._tuning is None else self._tuning.report()
+
     @property
     def tuning(self) -> Tuning | None:
         """How the group communicates; None of a rank alone, and of ranks that compute with torch."""

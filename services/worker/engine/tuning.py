@@ -241,6 +241,18 @@ class Tuning:
         known["recent"] = {kind: layer.to_plain() for kind, layer in self.shares.recent.items()}
         return known
 
+    def report(self) -> dict[str, Any]:
+        """What `status` and metrics tell: totals in seconds, and a layer of recent steps."""
+        shares = self.shares
+        return {
+            "tp": self._collective.size,
+            "layers": self._costs.layers,
+            "compute_s": shares.compute_s,
+            "communication_s": shares.communication_s,
+            "exposed_communication_s": shares.exposed_s,
+            "recent": {kind: layer.to_plain() for kind, layer in shares.recent.items()},
+        }
+
     def planned(self, tokens: int) -> dict[str, Any]:
         """How a step of `tokens` tokens is cut, by what its layers' sums go, and what that should take."""
         plan = self._planner.plan(tokens)
