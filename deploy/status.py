@@ -145,9 +145,10 @@ def group_lines(instance: str, group: dict[str, Any]) -> list[str]:
     lines = []
     for kind, layer in group.get("recent", {}).items():
         if layer["steps"]:
+            who = f"{instance}: {group['tp']} ranks, {kind} steps"
             lines.append(
-                f"{instance}: {group['tp']} ranks, {kind} steps: a layer computes {layer['compute_us']:.0f} µs, "
-                f"its messages take {layer['communication_us']:.0f} µs ({layer['share']:.0%}), of which "
+                f"{who}: a layer computes {layer['compute_us']:.0f} µs, its messages take "
+                f"{layer['communication_us']:.0f} µs ({layer['share']:.0%}), of which "
                 f"{layer['exposed_us']:.0f} µs were waited for"
             )
     return lines + [f"{instance}: {advice}" for advice in group.get("advice", ())]
