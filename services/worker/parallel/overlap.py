@@ -302,17 +302,23 @@ class Corrector:
 class _Shares:
     """Factors (f, g) for which f·u + g·v comes closest to what was measured, by relative error."""
 
-    _TRUST = 0.02  # in the factors being 1, against steps that all weigh 1 together
+    _TRUST = 0.002  # in the factors being 1, against steps that all weigh 1 together
+    _MOST = 16.0  # times what was believed, or a part as small: no measurement counts as further off
 
     def __init__(self) -> None:
         self._uu = self._uv = self._vv = self._u = self._v = 0.0
 
     def observe(self, u: float, v: float, measured: float, rate: float) -> None:
-        if measured <= 0:
+        believed = u + v
+        if not believed > 0:
             return
+        measured = min(max(measured, believed / self._MOST), believed * self._MOST)
         u, v = u / measured, v / measured
-        sums = (self._uu, u * u), (self._uv, u * v), (self._vv, v * v), (self._u, u), (self._v, v)
-        self._uu, self._uv, self._vv, self._u, self._v = (old + rate * (new - old) for old, new in sums)
+        self._uu += rate * (u * u - self._uu)
+        self._uv += rate * (u * v - self._uv)
+        self._vv += rate * (v * v - self._vv)
+        self._u += rate * (u - self._u)
+        self._v += rate * (v - self._v)
 
     def factors(self, limit: float) -> tuple[float, float]:
         uu, vv, uv = self._uu + self._TRUST, self._vv + self._TRUST, self._uv
