@@ -56,7 +56,9 @@ class Group {
                 [](void* self) { of(self).release(); }};
     }
 
-    float* room(int64_t floats, Kind kind) {
+    float* room(int64_t floats, Kind kind) { return room(floats, kind, choose(floats, kind)); }
+
+    float* room(int64_t floats, Kind kind, Algorithm algorithm) {
         if (floats > setup_.most_floats) {
             loss_.declare("a message of " + std::to_string(floats) + " floats where " +
                           std::to_string(setup_.most_floats) + " may be in flight");
@@ -64,7 +66,7 @@ class Group {
         if (next_ - oldest_ == kMostMessages) loss_.declare("too many messages in flight");
         if (loss_.lost()) return nowhere_.get();
         Flight& flight = at(next_);
-        flight.algorithm = choose(floats, kind);
+        flight.algorithm = algorithm;
         flight.shape = uint32_t(flight.algorithm) << 1 | uint32_t(kind);
         float* const room = memory_->room(floats, flight.message);
         flight.whole = room;
@@ -102,15 +104,22 @@ class Group {
 
     // False: the group is lost.
     bool all_reduce(float* values, int64_t floats) {
-        for (int64_t done = 0; done < floats;) {
-            const int64_t now = std::min(floats - done, setup_.most_floats);
-            std::memcpy(room(now, Kind::kSum), values + done, sizeof(float) * now);
-            begin();
-            Landed landed;
-            if (!land(landed)) return false;
-            add_landed(values + done, landed, now);
+        const Algorithm algorithm = choose(floats, Kind::kSum);
+        // Parts that are read where they lie are handed over in pieces that stay in the cache.
+        const int64_t piece = algorithm == Algorithm::kOneShot ? std::min(kPieceFloats, setup_.most_floats / 2 + 1)
+                                                               : setup_.most_floats;
+        const int64_t ahead = algorithm == Algorithm::kOneShot ? 2 : 1;
+        const auto size_at = [&](int64_t first) { return std::min(piece, floats - first); };
+        for (int64_t sent = 0, landed = 0; landed < floats;) {
+            for (; sent < floats && sent < landed + ahead * piece; sent += size_at(sent)) {
+                hand_over(room(size_at(sent), Kind::kSum, algorithm), values + sent, size_at(sent));
+                begin();
+            }
+            Landed parts;
+            if (!land(parts)) return false;
+            add_others(values + landed, parts, setup_.rank, size_at(landed));
             release();
-            done += now;
+            landed += size_at(landed);
         }
         return !loss_.lost();
     }
@@ -160,6 +169,8 @@ class Group {
         int64_t bytes;
         Algorithm algorithm;
     };
+
+    static constexpr int64_t kPieceFloats = 12288;
 
     static Group& of(void* self) { return *static_cast<Group*>(self); }
     Flight& at(uint64_t number) { return flights_[number % kMostMessages]; }

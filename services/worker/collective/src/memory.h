@@ -1,7 +1,7 @@
 // Messages through memory that all ranks map: a rank's parts lie where every other rank reads them.
 //
-// Each rank has a ring of room for its parts. As all ranks make the same calls, a message lies at the same place of
-// every ring, and nobody has to be told where. Three counters of each rank say how far it has come: messages
+// Each rank has room for its parts. As all ranks make the same calls, a message lies at the same place of every rank's
+// room, and nobody has to be told where. Three counters of each rank say how far it has come: messages
 // written, added up (its share of them), and released. Everything is zero in a fresh region; nothing of it has a
 // name in a file system, so that nothing is left behind by ranks that die.
 #pragma once
@@ -24,7 +24,7 @@
 
 namespace hortator {
 
-// The start of a message in a rank's ring: what must be the same on all ranks.
+// The start of a message in a rank's room: what must be the same on all ranks.
 struct alignas(kLine) Stamp {
     uint32_t number, shape;
     int64_t floats;
@@ -48,14 +48,17 @@ constexpr int64_t kMostMessages = 256;  // of one rank, not released by all
 
 inline int64_t extent_of(int64_t floats) { return kStampFloats + round_up(floats) + kUnit; }
 
-// Room of one rank. Twice what may be in flight: messages are whole, and one that does not fit at the end of the
-// ring starts over at its beginning.
-inline int64_t ring_floats(int64_t most_floats) {
+// Of the ring that messages go round in as long as they fit: little, so that it stays in the cache.
+constexpr int64_t kWarmFloats = 32768;
+// Of the ring for all else. Twice what may be in flight: messages are whole, and one that does not fit at the end
+// starts over at the beginning.
+inline int64_t large_floats(int64_t most_floats) {
     return 2 * (round_up(most_floats) + kMostMessages * (extent_of(1) - 1));
 }
+inline int64_t room_floats(int64_t most_floats) { return kWarmFloats + large_floats(most_floats); }
 
 inline int64_t region_bytes(int64_t size, int64_t most_floats) {
-    return int64_t(sizeof(Header)) + size * ring_floats(most_floats) * int64_t(sizeof(float));
+    return int64_t(sizeof(Header)) + size * room_floats(most_floats) * int64_t(sizeof(float));
 }
 
 class Memory {
@@ -67,7 +70,7 @@ class Memory {
 
     // Throws std::exception with what is wrong with the region.
     Memory(int fd, int64_t rank, int64_t size, int64_t most_floats, double spin_s, double limit_s, Loss& loss)
-        : rank_(rank), size_(size), ring_(ring_floats(most_floats)), bytes_(region_bytes(size, most_floats)),
+        : rank_(rank), size_(size), room_(room_floats(most_floats)), bytes_(region_bytes(size, most_floats)),
           spin_s_(spin_s), limit_s_(limit_s), loss_(loss) {
         watched_.fill(-1);
         struct stat facts;
@@ -79,7 +82,8 @@ class Memory {
         void* const at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mapping the group's memory");
         header_ = static_cast<Header*>(at);
-        rings_ = reinterpret_cast<float*>(header_ + 1);
+        rooms_ = reinterpret_cast<float*>(header_ + 1);
+        large_.floats = room_ - kWarmFloats;
         if (!agreed(header_->size, size) || !agreed(header_->most_floats, most_floats)) {
             munmap(at, bytes_);
             throw std::runtime_error("the ranks do not agree on the group's size or the floats in flight");
@@ -106,7 +110,7 @@ class Memory {
         if (offset < 0) return nullptr;
         message = {next_++, offset, floats};
         held_[(held_first_ + held_count_++) % kMostMessages] = {message.number, offset, extent};
-        return ring(rank_) + offset + kStampFloats;
+        return part(rank_, message);
     }
 
     // `shape`: whatever else must be the same on all ranks.
@@ -168,14 +172,16 @@ class Memory {
         uint32_t number;
         int64_t offset, extent;
     };
-    // Single messages go round in this much, to stay in the cache.
-    static constexpr int64_t kWarmFloats = 8192;
+    struct Ring {
+        int64_t first, floats, head;
+        int64_t next(int64_t extent) const { return head + extent > floats ? 0 : head; }
+    };
 
     RankState& me() { return header_->rank[rank_]; }
-    float* ring(int64_t rank) { return rings_ + rank * ring_; }
-    float* part(int64_t rank, const Message& message) { return ring(rank) + message.offset + kStampFloats; }
+    float* room_of(int64_t rank) { return rooms_ + rank * room_; }
+    float* part(int64_t rank, const Message& message) { return room_of(rank) + message.offset + kStampFloats; }
     Stamp* stamp(int64_t rank, const Message& message) {
-        return reinterpret_cast<Stamp*>(ring(rank) + message.offset);
+        return reinterpret_cast<Stamp*>(room_of(rank) + message.offset);
     }
 
     static bool agreed(std::atomic<int64_t>& shared, int64_t mine) {
@@ -186,10 +192,11 @@ class Memory {
     // The next place of `extent` floats, free on all ranks. It depends on this rank's own calls alone, so that all
     // find the same. -1: the group is lost.
     int64_t place(int64_t extent) {
-        const bool idle = released_ == next_;
-        if (head_ + extent > ring_ || (idle && head_ >= std::max(kWarmFloats, 2 * extent))) head_ = 0;
-        const int64_t offset = head_;
-        head_ += extent;
+        // With nothing in flight two places are enough: one is read while the other is written.
+        if (released_ == next_ && large_.head >= 2 * extent) large_.head = 0;
+        Ring& ring = extent <= warm_.floats && !mine_in(warm_, extent) ? warm_ : large_;
+        const int64_t offset = ring.first + ring.next(extent);
+        ring.head = offset - ring.first + extent;
         // Messages are released in order: what was there last being free, all before it is.
         int64_t keep = held_count_;
         while (keep && !overlaps(held(keep - 1), offset, extent)) keep--;
@@ -211,6 +218,13 @@ class Memory {
     const Held& held(int64_t i) const { return held_[(held_first_ + i) % kMostMessages]; }
     static bool overlaps(const Held& h, int64_t offset, int64_t extent) {
         return h.offset < offset + extent && offset < h.offset + h.extent;
+    }
+    // Whether something this rank has not released lies where the ring's next message would.
+    bool mine_in(const Ring& ring, int64_t extent) const {
+        for (int64_t i = held_count_; i-- && int32_t(held(i).number - released_) >= 0;) {
+            if (overlaps(held(i), ring.first + ring.next(extent), extent)) return true;
+        }
+        return false;
     }
 
     bool reached(Counter RankState::* counter, uint32_t number, int64_t rank, const char* fault) {
@@ -268,12 +282,12 @@ class Memory {
         }
     }
 
-    const int64_t rank_, size_, ring_, bytes_;
+    const int64_t rank_, size_, room_, bytes_;
     const double spin_s_, limit_s_;
     Loss& loss_;
     Header* header_;
-    float* rings_;
-    int64_t head_ = 0;
+    float* rooms_;
+    Ring warm_{0, kWarmFloats, 0}, large_{kWarmFloats, 0, 0};
     uint32_t next_ = 0, released_ = 0;
     // What may still be read by someone, oldest first.
     std::array<Held, kMostMessages> held_;
