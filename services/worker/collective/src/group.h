@@ -105,10 +105,10 @@ class Group {
     // False: the group is lost.
     bool all_reduce(float* values, int64_t floats) {
         const Algorithm algorithm = choose(floats, Kind::kSum);
-        // Parts that are read where they lie are handed over in pieces that stay in the cache.
-        const int64_t piece = algorithm == Algorithm::kOneShot ? std::min(kPieceFloats, setup_.most_floats / 2 + 1)
-                                                               : setup_.most_floats;
-        const int64_t ahead = algorithm == Algorithm::kOneShot ? 2 : 1;
+        // Ranks that have a core each hand over pieces that stay in the cache.
+        const bool pieces = algorithm == Algorithm::kOneShot && setup_.spin_s > 0;
+        const int64_t piece = pieces ? std::min(kPieceFloats, setup_.most_floats / 2 + 1) : setup_.most_floats;
+        const int64_t ahead = pieces ? 2 : 1;
         const auto size_at = [&](int64_t first) { return std::min(piece, floats - first); };
         for (int64_t sent = 0, landed = 0; landed < floats;) {
             for (; sent < floats && sent < landed + ahead * piece; sent += size_at(sent)) {
@@ -117,7 +117,7 @@ class Group {
             }
             Landed parts;
             if (!land(parts)) return false;
-            add_others(values + landed, parts, setup_.rank, size_at(landed));
+            complete(values + landed, parts, setup_.rank, size_at(landed));
             release();
             landed += size_at(landed);
         }

@@ -59,9 +59,11 @@ inline void add_parts(float* to, const float* const* part, int64_t parts, const 
     }
 }
 
-// values += everybody else's, where `values` is part `own` of what landed, or as good.
-inline void add_others(float* values, Landed landed, int64_t own, int64_t floats) {
-    if (landed.parts == 2) {  // what most groups are
+// What landed becomes `values`, which is part `own` of it as this rank gave it.
+inline void complete(float* values, Landed landed, int64_t own, int64_t floats) {
+    if (landed.parts == 1) {
+        std::memcpy(values, landed.part[0], sizeof(float) * floats);
+    } else if (landed.parts == 2) {  // what most groups are
         add(values, landed.part[1 - own], floats);
     } else {
         landed.part[own] = values;
