@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.worker.engine.native.build import KernelsUnavailable
 from services.worker.executors import make_runner
+from services.worker.group.node import run_node
 from services.worker.service import Identity, WorkerService
 from services.worker.settings import WorkerSettings
 from shared.model import ModelError
@@ -59,6 +60,8 @@ def main() -> None:
     settings = load(WorkerSettings)
     if settings.model_dir:
         settings = replace(settings, model_dir=str(model_folder(Path(settings.model_dir))))
+    if settings.node_rank:
+        raise SystemExit(run_node(settings))
     run(settings, "worker", serve)
 
 

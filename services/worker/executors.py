@@ -8,8 +8,8 @@ from pathlib import Path
 
 from services.worker.collective.port import LOOPBACK, Collective
 from services.worker.compute import Compute
+from services.worker.group.form import lead
 from services.worker.group.layout import layout_of
-from services.worker.group.lead import lead
 from services.worker.mock import MockCosts, MockExecutor
 from services.worker.runner import InlineRunner, Runner, ThreadRunner
 from services.worker.settings import WorkerSettings, parse_bytes, parse_cores

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import structlog
 
 from services.worker.collective.port import GroupLost
 from services.worker.group.channel import Channel, ChannelLost
-from services.worker.group.messages import Built, Failed, Hello, Message, encode
+from services.worker.group.messages import Built, Failed, Hello, Message, Welcome, encode
 
 EXPLAIN_S = 0.5
 """How long the exit status of a rank whose connection ended may take to come."""
@@ -31,6 +31,7 @@ class Member:
     """A rank other than 0. `process` if this process started it."""
 
     rank: int
+    node: int = 0
     channel: Channel | None = None
     process: "subprocess.Popen[bytes] | None" = None
     hello: Hello | None = None
@@ -39,8 +40,9 @@ class Member:
     """Why it ended, as far as it said."""
 
     def __str__(self) -> str:
-        if self.hello is not None and self.hello.node:
-            return f"rank {self.rank} (node {self.hello.node}, {self.hello.host}, pid {self.hello.pid})"
+        if self.node:
+            where = f", {self.hello.host}, pid {self.hello.pid}" if self.hello else ""
+            return f"rank {self.rank} (node {self.node}{where})"
         return f"rank {self.rank}" + (f" (pid {self.process.pid})" if self.process else "")
 
     def exit_status(self, wait_s: float) -> str:
@@ -57,16 +59,15 @@ class Member:
 class Members:
     """`abort(reason)` is called once, from the listening thread, with the first that is known of a loss."""
 
-    def __init__(self, ranks: Iterable[int], abort: Callable[[str], None]) -> None:
-        self.each = {rank: Member(rank) for rank in ranks}
+    def __init__(self, nodes: Mapping[int, int], abort: Callable[[str], None]) -> None:
+        """`nodes`: rank → its node, of all but rank 0."""
+        self.each = {rank: Member(rank, node) for rank, node in nodes.items()}
         self.lost: GroupLost | None = None
         """The loss with all that is known of it."""
-        self.complete = False
-        """The group was formed, and is to be closed by whoever has it."""
         self._abort = abort
         self._when_lost: Callable[[GroupLost], None] | None = None
         self._aborted = False
-        self._closing = self._over = False
+        self._welcome = self._closing = self._over = False
         self._changed = threading.Condition()
         self._poll = select.epoll()
         self._by_fd: dict[int, Member] = {}
@@ -86,20 +87,35 @@ class Members:
             self._by_fd[pidfd] = member
         self._poll.register(pidfd, select.EPOLLIN)
 
-    def connected(self, rank: int, channel: Channel, hello: Hello | None = None) -> None:
-        member = self.each[rank]
+    def connected(self, rank: int, channel: Channel) -> None:
+        """It was handed this connection, and has not said anything yet."""
         with self._changed:
-            member.channel, member.hello = channel, hello
-            self._by_fd[channel.fileno()] = member
+            self._listen_to(self.each[rank], channel)
+
+    def taken(self, hello: Hello, channel: Channel) -> str:
+        """A rank that has connected by itself; why it cannot be taken, else empty."""
+        member = self.each[hello.rank]
+        with self._changed:
+            if member.hello is not None:
+                return f"this rank is here already, from {member.hello.host} (pid {member.hello.pid})"
+            member.hello = hello
+            self._listen_to(member, channel)
             self._changed.notify_all()
-        self._poll.register(channel.fileno(), select.EPOLLIN)
+        return ""
+
+    def welcome(self, message: Welcome) -> None:
+        """The group is complete: from now on the end of any rank is its loss. Raises `GroupLost`."""
+        with self._changed:
+            self._welcome = True
+        self.send(message)
 
     def send(self, message: Message) -> None:
         """To every rank. Raises `GroupLost` if one cannot be reached or does not keep up."""
         body = encode(message)
         for member in self.each.values():
-            assert member.channel is not None
             try:
+                if member.channel is None:
+                    raise ChannelLost("its connection ended")
                 member.channel.send_encoded(body)
             except ChannelLost as error:
                 self._lose(member, str(error))
@@ -207,12 +223,25 @@ class Members:
             return str(error)
         return ""
 
+    def _listen_to(self, member: Member, channel: Channel) -> None:
+        member.channel = channel
+        self._by_fd[channel.fileno()] = member
+        self._poll.register(channel.fileno(), select.EPOLLIN)
+
     def _lose(self, member: Member, why: str) -> None:
         with self._changed:
             for fd in [fd for fd, of in self._by_fd.items() if of is member]:
                 self._poll.unregister(fd)
                 del self._by_fd[fd]
             self._changed.notify_all()
+            if not self._welcome and member.node and member.channel is not None:
+                # It may come again as long as others are waited for.
+                structlog.get_logger().warning(
+                    "a rank has left again", rank=str(member), why=member.reason or why
+                )
+                member.channel.close()
+                member.channel = member.hello = None
+                return
             first = not (self._aborted or self._closing)
             self._aborted = self._aborted or first
         if not first:

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.worker.compute import Compute
 from services.worker.executors import batch_for, build_executor
-from services.worker.group.lead import lead
+from services.worker.group.form import lead
 from services.worker.settings import WorkerSettings
 from shared.runtime import logs
 from shared.runtime.settings import CannotStart, SettingsError
@@ -22,7 +22,7 @@ CHUNKS = (128, 512, 2048)
 
 
 def profile_comm(settings: WorkerSettings) -> dict[str, Any]:
-    """Measure a group of these settings. Raises `CannotStart` and `SettingsError`, and what building raises."""
+    """Measure a group of these settings. Raises `CannotStart`, `SettingsError`, and what building raises."""
     executor, relay = lead(settings, build_executor)
     compute = Compute(executor, batch_for(settings, executor.info), relay=relay)
     try:

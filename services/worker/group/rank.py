@@ -3,7 +3,6 @@
 import argparse
 import gc
 import os
-import socket
 import sys
 
 import structlog
@@ -14,8 +13,9 @@ from services.worker.executors import batch_for, build_executor
 from services.worker.group.channel import Channel, ChannelLost
 from services.worker.group.facts import facts_built, facts_of, host_name
 from services.worker.group.follower import Diverged, EndsWith, follow
-from services.worker.group.membership import Membership, can_native
-from services.worker.group.messages import TO_RANK, Built, Failed, Hello, Refusal
+from services.worker.group.membership import can_native
+from services.worker.group.messages import Built, Failed, Hello, Refusal
+from services.worker.group.place import Place, handed, met
 from services.worker.settings import WorkerSettings
 from shared.runtime import logs, process
 from shared.runtime.settings import CannotStart, load
@@ -26,22 +26,24 @@ def main() -> None:
     settings = load(WorkerSettings)
     logs.configure("worker", settings.instance, settings.log_level, rank=arguments.rank)
     process.die_with_parent(settings.parent_pid)
-    channel = Channel(socket.socket(fileno=arguments.control), TO_RANK)
-    membership = Membership(
-        arguments.rank,
-        settings.tp,
-        {peer: socket.socket(fileno=fd) for peer, fd in arguments.peers},
-        arguments.memory,
-    )
-    raise SystemExit(serve(settings, membership, channel))
-
-
-def serve(settings: WorkerSettings, membership: Membership, channel: Channel) -> int:
-    """This rank's whole life in its group. Returns the exit status."""
-    log = structlog.get_logger()
-    ends = EndsWith(channel, membership.abort)
     try:
-        _serve(settings, membership, channel)
+        if arguments.control is None:
+            place = met(arguments.rank, settings)
+        else:
+            place = handed(arguments.rank, settings.tp, arguments.control, arguments.peers, arguments.memory)
+    except CannotStart as error:
+        structlog.get_logger().error("cannot start", error=str(error))
+        raise SystemExit(1) from None
+    raise SystemExit(serve(settings, place))
+
+
+def serve(settings: WorkerSettings, place: Place) -> int:
+    """A rank's whole life in its group. Returns the exit status."""
+    log = structlog.get_logger()
+    channel = place.channel
+    ends = EndsWith(channel, place.membership.abort)
+    try:
+        _serve(settings, place)
     except ChannelLost as error:
         log.info("rank 0 is gone", why=str(error))
     except GroupLost as error:
@@ -49,8 +51,10 @@ def serve(settings: WorkerSettings, membership: Membership, channel: Channel) ->
     except Diverged as error:
         log.error("diverged", why=str(error))
         _tell(channel, str(error))
+    except Refused as error:
+        log.error("cannot start", error=str(error))
     except (CannotStart, ModuleNotFoundError) as error:
-        log.error("rank cannot start", error=str(error))
+        log.error("cannot start", error=str(error))
         _tell(channel, str(error))
     except Exception as error:
         log.error("rank failed", exc_info=error)
@@ -61,12 +65,26 @@ def serve(settings: WorkerSettings, membership: Membership, channel: Channel) ->
     return 1
 
 
-def _serve(settings: WorkerSettings, membership: Membership, channel: Channel) -> None:
-    rank = membership.rank
-    channel.send(Hello(rank, settings.node_rank, host_name(), os.getpid(), facts_of(settings), can_native()))
+class Refused(CannotStart):
+    """Rank 0 does not take this rank."""
+
+
+def _serve(settings: WorkerSettings, place: Place) -> None:
+    membership, channel = place.membership, place.channel
+    hello = Hello(
+        rank=membership.rank,
+        node=settings.node_rank,
+        host=host_name(),
+        pid=os.getpid(),
+        facts=facts_of(settings),
+        can_native=can_native(),
+        data_port=place.data_port,
+    )
+    channel.send(hello)
     welcome = channel.receive()
     if isinstance(welcome, Refusal):
-        raise CannotStart(welcome.reason)
+        raise Refused(welcome.reason)
+    place.complete(welcome, settings)
     executor = build_executor(settings, membership.join(welcome))
     compute = Compute(executor, batch_for(settings, executor.info))
     try:
@@ -90,10 +108,11 @@ def _tell(channel: Channel, reason: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="A rank of a group; started by the worker, not by hand. Reads the worker's settings."
+        description="A rank of a group, started by its worker, whose settings it reads. Descriptors are what "
+        "it was handed; without `--control` it goes to the rendezvous."
     )
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--control", type=int)
     parser.add_argument("--memory", type=int)
     parser.add_argument("--peers", type=_peers, default=[])
     return parser.parse_args(sys.argv[1:])

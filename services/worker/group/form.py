@@ -1,0 +1,113 @@
+"""How rank 0 forms its group: it starts the ranks of its node, meets the others, and sees that all agree."""
+
+import os
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from services.worker.collective.port import Collective, GroupLost
+from services.worker.group.facts import difference, facts_built, facts_of
+from services.worker.group.layout import Layout, layout_of, rank_settings
+from services.worker.group.lead import Lead
+from services.worker.group.local import start_local, start_rank
+from services.worker.group.meeting import Meeting
+from services.worker.group.members import Members
+from services.worker.group.membership import (
+    LIMIT_S,
+    SPIN_US,
+    Membership,
+    can_native,
+    make_memory,
+    most_floats,
+)
+from services.worker.group.messages import Welcome
+from services.worker.settings import WorkerSettings, parse_cores
+from services.worker.step import Executor
+from shared.runtime.settings import CannotStart
+
+Build = Callable[[WorkerSettings, Collective], Executor]
+
+
+def lead(settings: WorkerSettings, build: Build) -> tuple[Executor, Lead]:
+    """Form the group of which this process is rank 0, and build what it computes with.
+
+    Raises `CannotStart` with what keeps the group from forming, and what `build` raises.
+    """
+    layout = layout_of(settings)
+    membership = Membership(0, layout.size)
+    members = Members({rank: layout.node_of(rank) for rank in range(1, layout.size)}, membership.abort)
+    formed = False
+    try:
+        executor = _form(settings, layout, members, membership, build)
+        formed = True
+    except GroupLost as error:
+        raise CannotStart(str(members.explained(error))) from error
+    except TimeoutError as error:
+        raise CannotStart(str(error)) from error
+    finally:
+        if not formed:
+            members.close(0.0)
+            membership.close()
+    return executor, Lead(members, membership)
+
+
+def _form(
+    settings: WorkerSettings, layout: Layout, members: Members, membership: Membership, build: Build
+) -> Executor:
+    spare = len(parse_cores(settings.cores) or os.sched_getaffinity(0))
+    own = {rank: rank_settings(settings, layout, rank, spare) for rank in layout.ranks_of(0)}
+    crowded = sum(each.threads for each in own.values()) > spare
+    spin_us = 0.0 if crowded else SPIN_US
+    if layout.nodes == 1:
+        welcome = _of_one_node(settings, members, membership, own, spin_us)
+    else:
+        welcome = _of_several(settings, layout, members, membership, own, spin_us)
+    executor = build(own[0], membership.join(welcome))
+    ours = facts_built(executor.info)
+    members.until(lambda member: member.built, "has not loaded its part of the model", settings.group_start_s)
+    for member in members.each.values():
+        assert member.built is not None
+        if differs := difference(member.built.facts, ours):
+            raise CannotStart(f"{member}: {differs}; it loaded another model")
+    structlog.get_logger().info("group formed", tp=layout.size, nodes=layout.nodes, native=welcome.native)
+    return executor
+
+
+def _of_one_node(
+    settings: WorkerSettings,
+    members: Members,
+    membership: Membership,
+    own: Mapping[int, WorkerSettings],
+    spin_us: float,
+) -> Welcome:
+    native, floats = can_native(), most_floats(settings)
+    if native:
+        membership.memory_fd = make_memory(membership.size, floats)
+    start_local(members, own, membership)
+    members.until(lambda member: member.hello, "has not started", settings.group_start_s)
+    welcome = Welcome(native, floats, spin_us, LIMIT_S)
+    members.welcome(welcome)
+    return welcome
+
+
+def _of_several(
+    settings: WorkerSettings,
+    layout: Layout,
+    members: Members,
+    membership: Membership,
+    own: Mapping[int, WorkerSettings],
+    spin_us: float,
+) -> Welcome:
+    native = False  # links are not compiled yet
+    with Meeting(settings, layout, members, facts_of(settings)) as meeting:
+        for rank in range(1, len(own)):
+            members.started(rank, start_rank(own[rank], ["--rank", str(rank)]))
+        try:
+            members.until(lambda member: member.hello, meeting.missing(), settings.group_start_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}{meeting.last_refused()}") from None
+        native = native and all(member.hello and member.hello.can_native for member in members.each.values())
+        welcome = Welcome(native, most_floats(settings), spin_us, LIMIT_S, meeting.addresses())
+        members.welcome(welcome)
+        membership.peers |= meeting.peers.connected([], settings.group_secret, settings.group_start_s)
+    return welcome
