@@ -22,6 +22,7 @@ from services.worker.engine.config import ModelConfig
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.native.decoder import NativeDecoder
 from services.worker.engine.remembered import Remembered, cpu_name
+from services.worker.parallel.advice import Advice, Layer, Scaled, advise
 from services.worker.parallel.crossover import (
     CrossoverTable,
     Line,
@@ -29,7 +30,7 @@ from services.worker.parallel.crossover import (
     sizes_to_measure,
 )
 from services.worker.parallel.overlap import Corrector, Costs, Link, Measured, Planner, Work, simulate
-from services.worker.parallel.share import Shares, StepShare
+from services.worker.parallel.share import LayerShare, Shares, StepShare
 from services.worker.step import I32
 
 _ROWS = (1, 24, 192)
@@ -39,6 +40,8 @@ _MESSAGE_S = 3e-6
 """Computing time of a message, as a start: corrected by what steps take."""
 _TOLD_AT = 0.05
 """A correction that changes a cost by this share is told to all ranks."""
+_ADVISE_AFTER = 8
+"""Steps of a kind before anything is concluded from them."""
 _LEARN_FROM = 16
 """Tokens of the smallest step that costs are corrected by: single tokens have nothing to plan."""
 
@@ -171,6 +174,7 @@ class Tuning:
         depends_on: dict[str, object],
     ) -> None:
         self._collective, self._decoder = collective, decoder
+        self._config = config
         self._row_bytes = 4 * config.hidden
         self._most_bytes = most_tokens * self._row_bytes
         self._depends_on = depends_on
@@ -208,7 +212,7 @@ class Tuning:
         exposed_s = taken.pop("exposed communication")
         compute_s = sum(taken.values())
         plan = self._planner.plan(tokens)
-        self.shares.add(StepShare(tokens, compute_s, self._alone_s(plan), exposed_s))
+        self.shares.add(StepShare(tokens, compute_s, self._alone_s(plan), exposed_s, taken["norm"]))
         if self._collective.rank == 0 and tokens >= _LEARN_FROM:
             self._corrector.observe(Measured(plan, compute_s - taken["head"], exposed_s))
             corrected = self._corrector.costs
@@ -251,7 +255,23 @@ class Tuning:
             "communication_s": shares.communication_s,
             "exposed_communication_s": shares.exposed_s,
             "recent": {kind: layer.to_plain() for kind, layer in shares.recent.items()},
+            "advice": [
+                f"{kind} steps: {advice.sentence}"
+                for kind, layer in shares.recent.items()
+                if (advice := self.advice(layer)) is not None
+            ],
         }
+
+    def advice(self, recent: LayerShare) -> Advice | None:
+        """Whether another number of ranks would be better for steps as these were, if messages take much."""
+        if self.table is None or recent.steps < _ADVISE_AFTER:
+            return None
+        degree = self._collective.size
+        now = Layer(degree, recent.compute_s, recent.communication_s, recent.exposed_s, self._costs.layers)
+        tokens = max(1, round(recent.tokens))
+        size = self._row_bytes * tokens // (len(self._planner.plan(tokens)) - 1)
+        communication = Scaled(self.table.fits, degree, size)
+        return advise(now, communication, self._config, recent.undivided_s)
 
     def planned(self, tokens: int) -> dict[str, Any]:
         """How a step of `tokens` tokens is cut, by what its layers' sums go, and what that should take."""

@@ -24,6 +24,8 @@ class StepShare:
     compute_s: float
     communication_s: float
     exposed_s: float
+    undivided_s: float = 0.0
+    """Computing that every rank does in full, as norms."""
 
 
 @dataclass
@@ -35,6 +37,7 @@ class LayerShare:
     compute_s: float = 0.0
     communication_s: float = 0.0
     exposed_s: float = 0.0
+    undivided_s: float = 0.0
 
     @property
     def share(self) -> float:
@@ -48,6 +51,7 @@ class LayerShare:
         self.compute_s += weight * (step.compute_s / layers - self.compute_s)
         self.communication_s += weight * (step.communication_s / layers - self.communication_s)
         self.exposed_s += weight * (step.exposed_s / layers - self.exposed_s)
+        self.undivided_s += weight * (step.undivided_s / layers - self.undivided_s)
 
     def to_plain(self) -> dict[str, Any]:
         """For `status` and JSON, times in microseconds."""
