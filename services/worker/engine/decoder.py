@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from services.worker.collective.port import LOOPBACK, Collective
+from services.worker.collective.tensors import HostReducer
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.device import Device, Linear
@@ -20,7 +22,9 @@ from services.worker.engine.kvcache import KvCache
 from services.worker.engine.native.decoder import PHASES
 from services.worker.engine.rope import rope_tables
 from services.worker.engine.sampler import scan_rows
+from services.worker.engine.shards import ShardedFolder, filled_shard
 from services.worker.engine.weights import LayerWeights, ModelFolder
+from services.worker.parallel.split import Span
 from services.worker.step import I32
 
 
@@ -28,7 +32,7 @@ class Decoder(Protocol):
     """Computes a ragged batch, writing the KV of its tokens into the cache."""
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Logits [len(batch.logit_tokens), vocab], float32."""
+        """Logits [len(batch.logit_tokens), vocabulary rows of this rank], float32. Raises `GroupLost`."""
         ...
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -66,24 +70,33 @@ class _Layer:
 
 
 class TorchDecoder:
-    """`Decoder` on any torch device.
+    """`Decoder` on any torch device, of a whole model or of a rank's part of one (`filled`).
 
     With `deterministic`, on CPUs, a token's logits depend on its own history alone, to the last bit, as long
     as the number of threads stays the same. That costs time, most of it in prompts. Raises ValueError where
     torch cannot do that.
     """
 
-    def __init__(self, folder: ModelFolder, device: Device, kv: KvCache, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        folder: ModelFolder | ShardedFolder,
+        device: Device,
+        kv: KvCache,
+        deterministic: bool = False,
+        collective: Collective = LOOPBACK,
+    ) -> None:
+        folder = filled_shard(folder)
         self.config = folder.config
+        self._vocab, self._sums = folder.shard.vocab, HostReducer(collective)
         self._alone = deterministic
         self._by_token = by_tiles if deterministic else at_once
         self._device = device
         self._kv = kv
-        embed = folder.tensor("model.embed_tokens.weight")
-        head = embed if self.config.tied else folder.tensor("lm_head.weight")
+        embed = folder.embed()
+        head = embed if self.config.tied else folder.head()
         self._embed = device.embedding(embed)
         self._head = device.linear(head, None)
-        self._norm = device.tensor(folder.tensor("model.norm.weight"))
+        self._norm = device.tensor(folder.norm())
         self._layers = [self._load(layer) for layer in folder.layers()]
         cos, sin = rope_tables(self.config)
         self._cos, self._sin = device.tensor(cos), device.tensor(sin)
@@ -103,7 +116,8 @@ class TorchDecoder:
 
     def spent(self) -> dict[str, float]:
         """As `Timed`. On a device that works behind our back: the time to tell it what to do."""
-        return dict(self._spent)
+        known = len(PHASES) - (self._sums.size == 1)
+        return {phase: self._spent[phase] for phase in PHASES[:known]}
 
     def _tick(self, phase: str) -> None:
         """Everything since the last call was `phase`."""
@@ -121,8 +135,9 @@ class TorchDecoder:
         self._kv.data[d.index(batch.write_block[batch.write_offset == 0])] = 0.0
         attend = EachTokenAlone(c, self._kv, batch) if self._alone else self._attention(batch)
         by_token = self._by_token
-        x = self._embed[d.index(batch.tokens)]
+        x = self._embedded(d.index(batch.tokens))
         self._tick("embed")
+        x = self._summed(x)
         for i, layer in enumerate(self._layers):
             normed = by_token(_norm(layer.input_norm, c.norm_eps), x)
             self._tick("norm")
@@ -144,19 +159,34 @@ class TorchDecoder:
                 # Of other tokens only keys and values are ever read.
                 wanted = d.index(batch.logit_tokens)
                 x, attended = x[wanted], attended[wanted]
-            x = x + by_token(layer.out, attended)
+            part = by_token(layer.out, attended)
             self._tick("out")
+            x = x + self._summed(part)
             normed = by_token(_norm(layer.post_norm, c.norm_eps), x)
             self._tick("norm")
             act = by_token(_gated(layer.gate_up), normed)
             self._tick("gate and up")
-            x = x + by_token(layer.down, act)
+            part = by_token(layer.down, act)
             self._tick("down")
+            x = x + self._summed(part)
         normed = by_token(_norm(self._norm, c.norm_eps), x)
         self._tick("norm")
         logits = by_token(self._head, normed)
         self._tick("head")
         return logits
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden]: this rank's part, zeros for ids of others."""
+        if self._sums.size == 1:
+            return self._embed[ids]
+        return own_rows(self._embed, ids, self._vocab)
+
+    def _summed(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts, in their memory."""
+        if self._sums.size > 1:
+            self._sums.all_reduce(part)
+            self._tick("exposed communication")
+        return part
 
     def _load(self, w: LayerWeights) -> _Layer:
         d = self._device
@@ -235,6 +265,14 @@ class _AttentionGroup:
         )
         out = out.view(n, c.kv_heads, c.group, self._count, c.head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(n * self._count, c.heads, c.head_dim)
+
+
+def own_rows(embed: torch.Tensor, ids: torch.Tensor, vocab: Span) -> torch.Tensor:
+    """Rows of `embed`, which holds those of `vocab`, for `ids` of the whole vocabulary; zeros for others."""
+    row = ids - vocab.start
+    own = (row >= 0) & (row < vocab.size)
+    # Chosen, not multiplied: another rank's id must not bring in what is no number here.
+    return torch.where(own[:, None], embed[row.clamp(0, vocab.size - 1)], 0.0)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

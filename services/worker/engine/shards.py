@@ -121,3 +121,13 @@ class ShardedFolder:
 def shard_of(folder: ModelFolder, rank: int = 0, size: int = 1, filled: bool = False) -> ShardedFolder:
     """The part of `folder` that `rank` of `size` holds. Raises ValueError where it cannot be split so."""
     return ShardedFolder(folder, plan_shards(folder.config, size).shards[rank], filled)
+
+
+def filled_shard(folder: ModelFolder | ShardedFolder) -> ShardedFolder:
+    """`folder` for code that knows one number of query heads per KV head. Raises ValueError for a rank's part
+    in which they differ."""
+    if isinstance(folder, ModelFolder):
+        return shard_of(folder, filled=True)
+    if not folder.layout.even:
+        raise ValueError(f"query heads {folder.layout.groups} of the KV heads differ: make the shard `filled`")
+    return folder
