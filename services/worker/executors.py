@@ -95,6 +95,7 @@ def torch_executor(settings: WorkerSettings, collective: Collective = LOOPBACK) 
             kernels=settings.kernels,
             cores=parse_cores(settings.cores),
             deterministic=settings.deterministic,
+            most_tokens=settings.max_step_tokens,
         ),
         collective,
     )
