@@ -1,4 +1,4 @@
-"""Who is in a group and what each rank has of its machine; what ranks differ in; how they prove themselves."""
+"""Who is in a group and what each rank has of its machine; how ranks differ, and prove themselves."""
 
 import socket
 import threading
