@@ -262,8 +262,9 @@ def test_planning_a_decoding_step_takes_no_time_worth_mentioning() -> None:
 
 
 @pytest.mark.parametrize("line", [GIGABIT, QUARTER])
-@pytest.mark.parametrize("seed", range(6))
-def test_correction_finds_plans_nearly_as_good_as_with_the_truth(line: Line, seed: int) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_correction_finds_plans_nearly_as_good_as_with_the_truth(line: Line, asked: bool, seed: int) -> None:
     rng = random.Random(seed)
     reading, multiplying, messages, by_byte = (rng.uniform(0.4, 2.5) for _ in range(4))
     believed = smollm(line)
@@ -278,10 +279,34 @@ def test_correction_finds_plans_nearly_as_good_as_with_the_truth(line: Line, see
         took = simulate(plan, true)
         lost.append(took.total_s / best[rows])
         noisy = [part * rng.uniform(0.97, 1.03) for part in (took.compute_s, took.exposed_s, took.link_s)]
-        corrector.observe(Measured(plan, *noisy))
+        corrector.observe(Measured(plan, noisy[0], noisy[1], noisy[2] if asked else None))
     assert sum(lost[-50:]) / 50 < 1.03
     assert corrector.correction.multiplying == pytest.approx(multiplying, rel=0.1)
-    assert corrector.correction.bytes == pytest.approx(by_byte, rel=0.1)
+    if asked:
+        assert corrector.correction.bytes == pytest.approx(by_byte, rel=0.1)
+
+
+def test_a_slower_link_that_nobody_can_ask_is_noticed_by_waiting_although_all_steps_are_cut() -> None:
+    believed = smollm(QUARTER)
+    true = Correction(bytes=2.0).apply(believed)
+    corrector = Corrector(believed)
+    for _ in range(100):
+        plan = plan_chunks(512, corrector.costs)
+        assert len(plan) > 2
+        took = simulate(plan, true)
+        corrector.observe(Measured(plan, took.compute_s, took.exposed_s))
+    assert corrector.correction.bytes == pytest.approx(2.0, rel=0.05)
+    assert simulate(plan, corrector.costs).total_s == pytest.approx(took.total_s, rel=0.05)
+
+
+def test_waiting_says_nothing_of_messages_that_are_hidden() -> None:
+    believed = replace(smollm(GIGABIT), link=Link(1e-6, 1e-9))
+    corrector = Corrector(believed)
+    plan = (0, 174, 348, 512)
+    took = simulate(plan, believed)
+    for _ in range(50):
+        corrector.observe(Measured(plan, took.compute_s, took.exposed_s + 0.05 * took.total_s))
+    assert corrector.correction.bytes == 1.0
 
 
 def test_without_a_link_to_ask_waiting_of_uncut_steps_tells_what_messages_take() -> None:

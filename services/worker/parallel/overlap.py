@@ -26,6 +26,8 @@ GAIN = 0.005
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 _BUCKETS = 16
+_PROBE = 1.05  # times slower, for how much of that a step would feel
+_FELT = 0.25  # of it, below which waiting says more of other things
 
 
 @dataclass(frozen=True)
@@ -277,26 +279,37 @@ class Corrector:
         sizes = [b - a for a, b in pairwise(measured.plan)]
         costs, corrected = self._costs, self.costs
         expected = simulate(measured.plan, corrected)
-        alone_s, rows_s = _parts(sizes, costs, corrected)
-        self._compute.observe(alone_s, rows_s, measured.compute_s, self.RATE)
+        self._compute.observe(*_parts(sizes, costs, corrected), measured.compute_s, self.RATE)
         stages, link = 1 + 2 * costs.layers, costs.link
-        alone_s = link.busy_s * len(sizes)
-        bytes_s = link.s_per_byte * costs.row_bytes * sum(sizes)
-        if measured.link_s is not None:
-            self._link.observe(stages * alone_s, stages * bytes_s, measured.link_s, self.RATE)
-        elif len(sizes) == 1:
-            # Nothing is computed while the only message travels: waiting is all it takes.
-            alone_s += link.latency_s
-            self._link.observe(stages * alone_s, stages * bytes_s, measured.exposed_s, self.RATE)
+        alone_s = stages * link.busy_s * len(sizes)
+        bytes_s = stages * link.s_per_byte * costs.row_bytes * sum(sizes)
+        unexplained_s = measured.exposed_s - expected.exposed_s
         if measured.link_s is None:
+            self._learn_by_waiting(sizes, corrected, expected, unexplained_s)
             return
+        self._link.observe(alone_s, bytes_s, measured.link_s, self.RATE)
         # The more of a message's time is its bytes', the less its time says of the latency.
         lone_s = link.latency_s + link.busy(costs.row_bytes)
-        weight = lone_s / (lone_s + bytes_s / len(sizes))
+        weight = lone_s / (lone_s + bytes_s / stages / len(sizes))
         most_s = self.LIMIT * lone_s
-        unexplained_s = (measured.exposed_s - expected.exposed_s) / stages
-        moved_s = self.RATE * weight * min(max(unexplained_s, -most_s), most_s)
+        moved_s = self.RATE * weight * min(max(unexplained_s / stages, -most_s), most_s)
         self._latency_s = min(max(self._latency_s + moved_s, -link.latency_s), most_s)
+
+    def _learn_by_waiting(
+        self, sizes: Sequence[int], corrected: Costs, expected: Wavefront, unexplained_s: float
+    ) -> None:
+        """Without a link to ask: by how much all that messages take must differ for a step to wait as it did.
+        A step in one chunk feels all of that, one that hides its messages nothing."""
+        link, messages = self._costs.link, (1 + 2 * self._costs.layers) * len(sizes)
+        travel_s = expected.link_s + messages * corrected.link.latency_s
+        slower = Correction(messages=_PROBE, bytes=_PROBE, latency_s=(_PROBE - 1) * corrected.link.latency_s)
+        felt_s = _simulate(sizes, slower.apply(corrected)).exposed_s - expected.exposed_s
+        felt = felt_s / (_PROBE - 1) / travel_s if travel_s else 0.0
+        if felt < _FELT:
+            return
+        alone_s = messages * (link.busy_s + link.latency_s)
+        bytes_s = _travelling(sizes, self._costs) - messages * link.busy_s
+        self._link.observe(alone_s, bytes_s, travel_s + unexplained_s / felt, self.RATE * felt)
 
 
 class _Shares:
