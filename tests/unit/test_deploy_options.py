@@ -15,6 +15,7 @@ from deploy.options import (
     BadOption,
     UpOptions,
     check_formats,
+    check_group,
     check_settings,
     instance_names,
     parse_http,
@@ -74,9 +75,48 @@ def test_devices_are_dealt_out_to_the_instances_in_turn(tmp_path):
     assert devices(instances=2) == [None, None]
 
 
+def test_a_worker_is_told_its_group_and_devices_are_dealt_out_to_ranks(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("sixteen characters at least\n")
+    common = {"tp": 3, "nodes": 2, "rendezvous": "10.0.0.1:29400", "group_secret_file": secret}
+    options = UpOptions(run_dir=tmp_path, **common, device="cuda:1,cuda:3")
+    assert "sixteen" not in " ".join(options.as_args())
+    _, specs = _specs(tmp_path, options)
+    worker = next(s for s in specs if s.service == "worker")
+    assert (worker.env["HORTATOR_TP"], worker.env["HORTATOR_NODES"]) == ("3", "2")
+    assert worker.env["HORTATOR_RENDEZVOUS"] == "10.0.0.1:29400"
+    assert worker.env["HORTATOR_GROUP_SECRET"] == "sixteen characters at least"
+    assert worker.env["HORTATOR_DEVICE"] == "cuda:1,cuda:3"
+    assert "HORTATOR_THREADS" not in worker.env
+    assert not any("sixteen" in text for s in specs for text in (*s.argv, repr(s)))
+    assert not any("HORTATOR_GROUP_SECRET" in s.env for s in specs if s.service != "worker")
+    _, specs = _specs(tmp_path, UpOptions(run_dir=tmp_path, **common, node_rank=1))
+    assert [(s.name, s.env["HORTATOR_NODE_RANK"]) for s in specs] == [("w0", "1")]
+    _, specs = _specs(tmp_path, UpOptions(run_dir=tmp_path, tp=2, instances=2, device="cuda"))
+    devices = [s.env["HORTATOR_DEVICE"] for s in specs if s.service == "worker"]
+    assert devices == ["cuda:0,cuda:1", "cuda:2,cuda:3"]
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        ({"tp": 2, "nodes": 3}, "nodes=3: choose 1 to 2"),
+        ({"tp": 2, "nodes": 2}, "nodes=2 needs HOST:PORT"),
+        ({"tp": 2, "nodes": 2, "rendezvous": "a:1"}, "needs group_secret"),
+        ({"tp": 2, "nodes": 2, "instances": 2}, "--instances 2: several nodes share one instance"),
+        ({"tp": 2, "group_secret_file": Path("/nowhere")}, "--group-secret-file /nowhere cannot be read"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_before_anything_starts(tmp_path, options, complaint):
+    with pytest.raises(BadOption, match=complaint):
+        check_group(UpOptions(run_dir=tmp_path, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"device": "cuda:0", "tp": 2}, "--device cuda:0: name one device for each of 2 rank"),
+        ({"device": "cuda:0,gpu", "tp": 2}, "--device gpu: write cpu, cuda"),
         ({"device": "gpu"}, "--device gpu: write cpu, cuda"),
         ({"device": "cuda:0,cpu,tpu", "instances": 3}, "--device tpu"),
         ({"device": "cuda:x"}, "--device cuda:x"),
