@@ -4,7 +4,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.parallel.advice import (
@@ -43,6 +43,7 @@ def test_ten_ms_of_computing_and_two_of_messages_gain_little_from_8_ranks_over_4
     assert "one rank alone would take 10.00 ms" in advice.sentence
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(2, 64), st.floats(1e-6, 1.0), st.floats(0, 1.0))
 def test_advice_comes_beyond_30_percent_and_never_before(degree: int, compute_s: float, share: float) -> None:
     now = Layer(degree, compute_s, share * compute_s, 0.0)
@@ -97,6 +98,7 @@ def test_what_every_rank_does_in_full_is_not_divided() -> None:
     )
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(2, 32), st.integers(2, 32), st.floats(1e-6, 1e-3), st.floats(1e-10, 1e-7))
 def test_collectives_grow_with_the_number_of_ranks_as_they_are_made(
     measured: int, degree: int, latency_s: float, s_per_byte: float

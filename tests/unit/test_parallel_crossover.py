@@ -42,6 +42,7 @@ def measured(draw: st.DrawFn) -> list[Timing]:
     return [Timing(name, size, draw(seconds)) for name in names for size in sizes]
 
 
+@settings(max_examples=50, deadline=None)
 @given(measured(), st.data())
 def test_a_choice_is_nowhere_a_tenth_slower_than_the_best(timings: list[Timing], data: st.DataObject) -> None:
     table = CrossoverTable.build(timings)
@@ -54,6 +55,7 @@ def test_a_choice_is_nowhere_a_tenth_slower_than_the_best(timings: list[Timing],
         assert table.predict(timing.bytes, timing.algorithm) == pytest.approx(timing.seconds)
 
 
+@settings(max_examples=50, deadline=None)
 @given(measured())
 def test_tables_are_the_same_for_timings_in_any_order_and_survive_json(timings: list[Timing]) -> None:
     table = CrossoverTable.build(timings)
@@ -61,6 +63,7 @@ def test_tables_are_the_same_for_timings_in_any_order_and_survive_json(timings: 
     assert CrossoverTable.from_plain(json.loads(json.dumps(table.to_plain()))) == table
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6))
 def test_noise_of_a_few_percent_makes_no_further_crossovers(seed: int) -> None:
     table = CrossoverTable.build(timed({"direct": DIRECT, "ring": RING}, 0.03, seed))
@@ -116,6 +119,7 @@ def test_impossible_tables_and_timings_are_refused() -> None:
         CrossoverTable.build([Timing("direct", 1024, 0.0)])
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-7), st.sets(st.integers(0, 17), max_size=3), st.floats(2, 30)
 )
@@ -150,6 +154,7 @@ def test_a_fit_has_two_lines_where_messages_leave_a_cache() -> None:
     assert fit(timed({"direct": DIRECT}, 0.03)).knee is None
 
 
+@settings(max_examples=50, deadline=None)
 @given(measured())
 def test_fitted_times_never_fall_as_messages_grow(timings: list[Timing]) -> None:
     for found in CrossoverTable.build(timings).fits.values():
@@ -184,7 +189,7 @@ def fed(drift: Drift, size: int, ratio: float, windows: int, seed: int = 0, star
     return now
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SIZES), st.floats(0.8, 1.2), st.integers(0, 1000))
 def test_what_was_measured_is_no_drift_however_late_ranks_come(size: int, ratio: float, seed: int) -> None:
     drift = Drift(TABLE)

@@ -106,6 +106,7 @@ def by_definition(plan: tuple[int, ...], c: Costs) -> tuple[float, float]:
     return spans[-1][1], under_way
 
 
+@settings(max_examples=50, deadline=None)
 @given(plans(), costs())
 def test_a_wavefront_is_what_its_definition_says(plan: tuple[int, ...], c: Costs) -> None:
     found = simulate(plan, c)
@@ -114,6 +115,7 @@ def test_a_wavefront_is_what_its_definition_says(plan: tuple[int, ...], c: Costs
     assert found.communication_s == pytest.approx(under_way_s, rel=1e-6)
 
 
+@settings(max_examples=50, deadline=None)
 @given(plans(), costs(most_layers=64))
 def test_a_step_takes_at_least_either_part_and_at_most_both(plan: tuple[int, ...], c: Costs) -> None:
     found = simulate(plan, c)
@@ -124,6 +126,7 @@ def test_a_step_takes_at_least_either_part_and_at_most_both(plan: tuple[int, ...
     assert found.link_s <= found.communication_s * slack
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 100), costs())
 def test_one_chunk_pays_the_sum(rows: int, c: Costs) -> None:
     found = simulate((0, rows), c)
@@ -132,6 +135,7 @@ def test_one_chunk_pays_the_sum(rows: int, c: Costs) -> None:
     assert found.communication_s == pytest.approx((1 + 2 * c.layers) * lone_s)
 
 
+@settings(max_examples=50, deadline=None)
 @given(plans(), costs(), st.floats(1, 3))
 def test_nothing_gets_faster_by_anything_taking_longer(plan: tuple[int, ...], c: Costs, times: float) -> None:
     before = simulate(plan, c).total_s
@@ -215,6 +219,7 @@ def test_impossible_steps_and_plans_are_refused() -> None:
             simulate(plan, c)
 
 
+@settings(max_examples=50, deadline=None)
 @given(costs())
 def test_costs_survive_being_sent(c: Costs) -> None:
     assert Costs.from_plain(json.loads(json.dumps(c.to_plain()))) == c
@@ -227,6 +232,7 @@ def test_the_busiest_rank_sets_what_a_layer_takes() -> None:
     assert uneven.feed.row_s < even.feed.row_s
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 3000))
 def test_a_planner_cuts_every_step_completely_and_nearly_as_well(rows: int) -> None:
     c = smollm(QUARTER)
@@ -247,18 +253,18 @@ def test_plans_do_not_depend_on_what_was_planned_before() -> None:
 
 
 def test_planning_a_decoding_step_takes_no_time_worth_mentioning() -> None:
-    planner, c = Planner(smollm(QUARTER)), smollm(QUARTER)
-    best: dict[int, float] = {}
-    for rows in (1, 8, 32) * 20:
-        start = time.perf_counter()
-        plan_chunks(rows, c)
-        best[rows] = min(best.get(rows, 1.0), time.perf_counter() - start)
-        planner.plan(rows)
-    start = time.perf_counter()
-    for _ in range(100):
-        planner.plan(8)
-    assert (time.perf_counter() - start) / 100 < 1e-4
-    assert max(best.values()) < 2e-3  # 0.05-0.2 ms when nothing else runs
+    c = smollm(QUARTER)
+    fresh: list[float] = []
+    known: list[float] = []
+    for _ in range(30):
+        planner = Planner(c)
+        for took in (fresh, known):
+            start = time.perf_counter()
+            planner.plan(8)
+            took.append(time.perf_counter() - start)
+    # 0.1-0.2 ms and 2 µs when nothing else runs.
+    assert min(fresh) < 1e-3
+    assert min(known) < 1e-4
 
 
 @pytest.mark.parametrize("line", [GIGABIT, QUARTER])
@@ -320,6 +326,7 @@ def test_without_a_link_to_ask_waiting_of_uncut_steps_tells_what_messages_take()
     assert corrector.correction.bytes == pytest.approx(3.0, rel=0.1)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10)), max_size=30))
 def test_corrections_stay_within_bounds_whatever_is_measured(steps: list[tuple[float, float, float]]) -> None:
     corrector = Corrector(smollm(GIGABIT))

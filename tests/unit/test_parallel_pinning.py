@@ -1,7 +1,7 @@
 """Which processors ranks get, on machines of many shapes."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.parallel.pinning import Cpu, Pinning, cpus_of, pin
@@ -24,6 +24,7 @@ def ranks_of(found: Pinning) -> list[tuple[int, ...]]:
     return [rank for group in found.cores for rank in group]
 
 
+@settings(max_examples=50, deadline=None)
 @given(shapes, st.integers(1, 6), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 6)))
 def test_no_core_is_shared_while_there_are_enough(
     shape: tuple[int, int, int, int], size: int, groups: int, threads: int | None
@@ -46,6 +47,7 @@ def test_no_core_is_shared_while_there_are_enough(
         assert len(set().union(*used)) == cores
 
 
+@settings(max_examples=50, deadline=None)
 @given(shapes, st.integers(1, 6), st.integers(1, 5))
 def test_ranks_have_one_cache_and_groups_one_node_where_they_fit(
     shape: tuple[int, int, int, int], size: int, threads: int

@@ -6,7 +6,7 @@ from itertools import combinations, permutations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.parallel.topology import Links, Partition, domains, levels, place, rate, straddle
@@ -49,6 +49,7 @@ def test_pairs_within_nodes_are_domains_within_domains() -> None:
     assert levels(links("nvlink_8")) == ((tuple(range(8)),),)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(2, 8), st.floats(1e6, 1e12), st.permutations(range(8)))
 def test_what_is_a_domain_depends_on_no_unit_and_no_numbering(
     size: int, unit: float, order: list[int]
@@ -89,6 +90,7 @@ def test_a_group_that_must_straddle_has_those_of_a_domain_side_by_side() -> None
     assert all(len({at for at, it in enumerate(pairs) if it == pair}) == 2 for pair in set(pairs))
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(sorted(KNOWN)), st.integers(1, 8), st.integers(1, 8), st.integers(0, 50))
 def test_as_few_groups_straddle_as_can_be(name: str, size: int, groups: int, seed: int) -> None:
     known = links(name, 0.05, seed)
@@ -145,6 +147,7 @@ def test_a_group_across_bridged_pairs_of_one_node_straddles_pairs_not_nodes() ->
     assert straddle((0, 1), known) is None
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.permutations(range(5)))
 def test_what_straddles_does_not_depend_on_the_order_of_ranks(group: list[int]) -> None:
     found = straddle(group, links("nvlink_islands_4_4"))
