@@ -1,11 +1,9 @@
 """Passes of a tensor-parallel group against the whole model: any split, any chunks, any architecture."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engine_support import save_tiny
 from hypothesis import given, settings
@@ -14,13 +12,13 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from services.worker.collective.port import LOOPBACK, GroupLost  # noqa: E402
-from services.worker.engine.batch import RaggedBatch  # noqa: E402
 from services.worker.engine.formats import weight_format  # noqa: E402
 from services.worker.engine.kvcache import KvCache, KvPlan  # noqa: E402
 from services.worker.engine.native import build  # noqa: E402
 from services.worker.engine.shards import shard_of  # noqa: E402
 from services.worker.engine.weights import ModelFolder  # noqa: E402
 from tests.support.thread_group import ThreadRank, on_ranks  # noqa: E402
+from tests.support.tp_steps import ARCHITECTURES, BLOCK, Steps, cut, family_and_sizes, joined  # noqa: E402
 
 try:
     from services.worker.engine.native.decoder import Kernels, NativeDecoder
@@ -32,44 +30,7 @@ except build.KernelsUnavailable as error:
 pytest_plugins = ("tests.support.torch_threads",)
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-BLOCK = 4
 ONE = weight_format("float32")
-
-
-def cut(tokens: int, chunks: int) -> np.ndarray:
-    return np.linspace(0, tokens, min(tokens, chunks) + 1).astype(np.int32)
-
-
-class Steps:
-    """A few steps of a few sequences: chunks of prompts, then single tokens; all logits of prompts' ends."""
-
-    def __init__(self, seed: int, vocab: int, sequences: int = 3) -> None:
-        rng = np.random.default_rng(seed)
-        self.lengths = rng.integers(6, 40, sequences)
-        self.ids = [rng.integers(0, vocab, n + 2).astype(np.int32) for n in self.lengths]
-        width = -(-(int(self.lengths.max()) + 2) // BLOCK)
-        self.blocks = sequences * width
-        self.table = rng.permutation(self.blocks).astype(np.int32).reshape(sequences, width)
-        first = [int(rng.integers(1, n)) for n in self.lengths]
-        ends = [first, self.lengths.tolist(), (self.lengths + 1).tolist(), (self.lengths + 2).tolist()]
-        starts = [[0] * sequences, *ends[:-1]]
-        self.batches = [self._batch(a, b) for a, b in zip(starts, ends)]
-
-    def _batch(self, starts: list[int], ends: list[int]) -> RaggedBatch:
-        positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends)]).astype(np.int32)
-        counts = np.subtract(ends, starts)
-        row_of = np.repeat(np.arange(len(counts)), counts)
-        row_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        return RaggedBatch(
-            tokens=np.concatenate([ids[a:b] for ids, a, b in zip(self.ids, starts, ends)]),
-            positions=positions,
-            row_start=row_start,
-            kv_len=np.array(ends, np.int32),
-            block_table=self.table,
-            write_block=self.table[row_of, positions // BLOCK],
-            write_offset=positions % BLOCK,
-            logit_tokens=row_start[1:] - 1,
-        )
 
 
 def logits_of(
@@ -86,26 +47,6 @@ def logits_of(
     decoder = NativeDecoder(Kernels(threads), shard, weight_format(dtype), kv, end)
     decoder.plan = lambda tokens: cut(tokens, chunks)
     return [decoder.forward(batch).clone() for batch in steps.batches]
-
-
-def joined(results: list[list[Any]]) -> list[Any]:
-    return [torch.cat(parts, dim=1) for parts in zip(*results)]
-
-
-ARCHITECTURES = st.fixed_dictionaries(
-    {
-        "family": st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
-        "num_key_value_heads": st.integers(1, 4),
-        "group": st.integers(1, 4),
-        "head_dim": st.sampled_from([16, 32, 64]),
-        "panels": st.integers(1, 3),
-        "intermediate_size": st.integers(60, 200),
-        "num_hidden_layers": st.integers(1, 3),
-        "vocab_size": st.integers(60, 400),
-        "tie_word_embeddings": st.booleans(),
-        "attention_bias": st.booleans(),
-    }
-)
 
 
 @pytest.mark.slow
@@ -125,16 +66,11 @@ def test_any_architecture_split_over_ranks_computes_what_one_rank_does(
     threads: int,
     seed: int,
 ) -> None:
-    family, group = architecture.pop("family"), architecture.pop("group")
-    heads = architecture["num_key_value_heads"] * group
-    # transformers wants a multiple of the heads, the kernels one of 16.
-    architecture["hidden_size"] = math.lcm(heads, 16) * architecture.pop("panels")
-    if family in ("mistral", "qwen2"):
-        del architecture["attention_bias"]
     path = tmp_path_factory.mktemp("model")
-    save_tiny(family, path, seed % 1000, num_attention_heads=heads, initializer_range=0.1, **architecture)
-    steps = Steps(seed, architecture["vocab_size"])
-    if size > heads:
+    family, sizes = family_and_sizes(architecture)
+    save_tiny(family, path, seed % 1000, **sizes)
+    steps = Steps(seed, sizes["vocab_size"])
+    if size > sizes["num_attention_heads"]:
         with pytest.raises(ValueError, match="lower --tp"):
             shard_of(ModelFolder(path), 0, size)
         return

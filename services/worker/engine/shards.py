@@ -129,5 +129,5 @@ def filled_shard(folder: ModelFolder | ShardedFolder) -> ShardedFolder:
     if isinstance(folder, ModelFolder):
         return shard_of(folder, filled=True)
     if not folder.layout.even:
-        raise ValueError(f"query heads {folder.layout.groups} of the KV heads differ: make the shard `filled`")
+        raise ValueError(f"KV heads have {folder.layout.groups} query heads: make the shard `filled`")
     return folder
