@@ -75,7 +75,7 @@ def sample(
         finite[i] = np.isfinite(values[i, tokens[i]])
     drawn = [i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature >= COLDEST]
     if drawn:
-        tokens[drawn] = draw(values, _draws(rows, tokens, drawn))
+        tokens[drawn] = draw(values, draws_of(rows, tokens, drawn))
     tokens[~finite] = NOT_FINITE
     if raw is None:
         return tokens, {}
@@ -106,7 +106,7 @@ def adjust(logits: NDArray[np.float32], row: SampleRow) -> bool:
     return changed
 
 
-def _draws(rows: Sequence[SampleRow], largest: I32, which: Sequence[int]) -> NDArray[np.void]:
+def draws_of(rows: Sequence[SampleRow], largest: I32, which: Sequence[int]) -> NDArray[np.void]:
     """`DRAW` of each row in `which`."""
     draws = np.empty(len(which), DRAW)
     draws["row"], draws["largest"] = which, largest[which]

@@ -1,0 +1,518 @@
+"""Drawing the next token of every row where each rank has the logits of its own vocabulary rows only.
+
+Ranks tell each other what they found in their slices (`sharded_sampling_looks.py`), not the slices, in one
+message for all rows of a step; from these every rank decides the same (`sharded_sampling_merge.py`). Tokens
+are those that `sampler.sample` gives for the joined logits. A second message is sent only if a row needs it:
+
+- nothing filters the row: the rank in whose slice the uniform falls looks up the id and tells it;
+- the log-probability of a token is asked for whose logit was shifted before it was drawn;
+- the candidates do not prove what the filters keep: that row's slices are joined, as a last resort.
+
+Which of these happens follows from the first message, so that all ranks send the same.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.engine.batch import RaggedBatch, prompt_logprob_span, prompt_rows
+from services.worker.engine.draw import draw_rows
+from services.worker.engine.native.decoder import Kernels
+from services.worker.engine.sampler import COLDEST, SampleRow, adjust, draws_of
+from services.worker.engine.sharded_sampling_looks import (
+    CANDIDATE,
+    FINITE,
+    FOUND,
+    INFINITE,
+    LOOK,
+    NO_NUMBER,
+    looks_of,
+)
+from services.worker.engine.sharded_sampling_merge import Merged, decide, exp
+from services.worker.step import I32, NOT_FINITE, PromptLogprobs, SlotArrays, StepInput, TokenLogprobs
+
+F32 = NDArray[np.float32]
+BYTES = NDArray[np.uint8]
+Gather = Callable[[BYTES], BYTES]
+"""`Collective.gather`."""
+
+MOST_CANDIDATES = 256
+"""Of a row and a rank: beyond, rows are joined."""
+
+_SPARE = 16
+"""Candidates beyond top-k: which of several equal ones count is seen from those that follow."""
+
+_MOST_BYTES = 1 << 20
+"""Of one message about a prompt's positions."""
+
+_ANSWER = np.dtype([("id", "i4"), ("raw", "f4")])
+_MINE = np.dtype([("first", "i8"), ("own", "i8"), ("vocab", "i8")])
+
+
+class RanksDiverged(RuntimeError):
+    """Ranks are not at the same step, or drew different tokens before: what they compute is worthless."""
+
+
+@dataclass
+class Traffic:
+    """Messages and bytes that sampling took so far, per rank."""
+
+    steps: int = 0
+    messages_now: int = 0
+    messages_before: int = 0
+    """With one for each kind of thing told: header, largest, sums, candidates, log-probabilities, best ids, and
+    each kind that the second message carried."""
+    bytes_now: int = 0
+    bytes_before: int = 0
+    """With the logits of all rows joined."""
+    rows: int = 0
+    joined: int = 0
+    """Rows whose slices were joined all the same."""
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """What the rows of a step ask for: the same on all ranks."""
+
+    draws: NDArray[np.void]
+    """`DRAW` of every row; `largest` is not set."""
+    drawn: NDArray[np.bool_]
+    """Not simply the largest."""
+    filtered: NDArray[np.bool_]
+    shifted: NDArray[np.bool_]
+    """Bias, penalties or min_tokens change its logits."""
+    summed: NDArray[np.bool_]
+    listed: NDArray[np.int64]
+    """Candidates of each rank."""
+    wants: list[int]
+    """Rows whose log-probabilities are asked for, and of how many alternatives."""
+    tops: NDArray[np.int64]
+
+    @staticmethod
+    def of(rows: Sequence[SampleRow], vocab: int) -> "_Wishes":
+        draws = draws_of(rows, np.zeros(len(rows), np.int32), range(len(rows)))
+        drawn = np.array([row.sampling.temperature >= COLDEST for row in rows])
+        k, floored = draws["top_k"], draws["min_p"] > 0.0
+        k = np.where(k < vocab, k, 0)
+        filtered = drawn & ((k > 0) | floored | (draws["top_p"] < 1.0))
+        listed = np.where(k > 0, np.minimum(k + _SPARE, MOST_CANDIDATES), MOST_CANDIDATES)
+        hopeless = (k > MOST_CANDIDATES) & ~floored
+        wants = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+        return _Wishes(
+            draws=draws,
+            drawn=drawn,
+            filtered=filtered,
+            shifted=np.array([_shifts(row) for row in rows]),
+            summed=drawn & (k == 0) & ~floored,
+            listed=np.where(filtered & ~hopeless, np.minimum(listed, vocab), 0),
+            wants=wants,
+            tops=np.array([min(max(rows[i].sampling.logprobs or 0, 0), vocab) for i in wants], np.int64),
+        )
+
+
+@dataclass
+class _Drawn:
+    """What is known of the rows of a step after the first message."""
+
+    tokens: NDArray[np.int64]
+    raw: F32
+    """Logit of the token before anything shifted it; NaN if not known."""
+    finite: NDArray[np.bool_]
+    top: F32
+    mass: NDArray[np.float64]
+    """[ranks, rows] sum of exp((v - top) / temperature)."""
+    ask_id: list[int] = field(default_factory=list)
+    ask_raw: list[int] = field(default_factory=list)
+    join: list[int] = field(default_factory=list)
+
+
+class ShardedSampler:
+    """One rank's part in sampling; all ranks call the same methods with the same rows.
+
+    The rank has vocabulary rows [first, first + own) of `vocab`; ranks' rows follow each other. Construction
+    exchanges a message and raises ValueError if they do not. With `kernels`, looking at logits is compiled.
+    """
+
+    def __init__(
+        self, first: int, own: int, vocab: int, rank: int, size: int, gather: Gather, kernels: Kernels | None
+    ) -> None:
+        self._first, self._own, self._vocab, self._rank, self._size = first, own, vocab, rank, size
+        self._gather = gather
+        self.traffic = Traffic()
+        self.use(kernels)
+        mine = np.array([(first, own, vocab)], _MINE)
+        every = gather(mine.view(np.uint8)).view(_MINE)[:, 0]
+        self._starts, self._owns = every["first"], every["own"]
+        ends = np.cumsum(self._owns)
+        if (self._starts != ends - self._owns).any() or (every["vocab"] != ends[-1]).any():
+            parts = ", ".join(f"[{a}, {a + n})" for a, n in zip(self._starts, self._owns))
+            raise ValueError(f"ranks hold vocabulary rows {parts}: not [0, {vocab}) in order")
+        self._widest = int(self._owns.max())
+
+    def use(self, kernels: Kernels | None) -> None:
+        """Look with another team from now on."""
+        self._look = looks_of(kernels)
+        self._draw = draw_rows if kernels is None else kernels.draw
+
+    def sample(
+        self, logits: torch.Tensor | F32, rows: Sequence[SampleRow], header: bytes = b""
+    ) -> tuple[I32, dict[int, TokenLogprobs]]:
+        """As `sampler.sample` of the joined logits, the same on all ranks; rows of `logits` [rows, own] are
+        overwritten where their sampling changes them.
+
+        `header` must be the same on all ranks, and travels with the first message. Raises `RanksDiverged` if
+        it is not, and `GroupLost`.
+        """
+        values = logits.numpy() if isinstance(logits, torch.Tensor) else logits
+        wishes = _Wishes.of(rows, self._vocab)
+        before = self._kept_raw(values, wishes)
+        found, raw_found, listed, raw_listed = self._look_at(values, before, rows, wishes)
+        parts = [np.frombuffer(header, np.uint8), found, raw_found, listed, raw_listed]
+        told = self._exchange(parts)
+        self._check(told[0])
+        found, raw_found, listed, raw_listed = told[1:]
+        drawn = self._decide(wishes, found, listed)
+        self._second(values, before, wishes, drawn, found)
+        self._count(wishes, drawn, header)
+        tokens = np.where(drawn.finite, drawn.tokens, NOT_FINITE).astype(np.int32)
+        logprobs = self._logprobs(wishes, drawn, raw_found, raw_listed)
+        return tokens, logprobs
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor | F32, batch: RaggedBatch, step: StepInput, slots: SlotArrays
+    ) -> dict[int, PromptLogprobs]:
+        """Of the prompt tokens that the step's rows predict, by row; `logits` [len(batch.logit_tokens), own].
+
+        One message for all of them, several where it would be long. Raises `GroupLost`.
+        """
+        values = logits.numpy() if isinstance(logits, torch.Tensor) else logits
+        spans: list[tuple[int, int, int]] = []
+        places: list[int] = []
+        targets: list[int] = []
+        counts: list[int] = []
+        for row in prompt_rows(step, slots):
+            first, stop = prompt_logprob_span(step, slots, row)
+            if stop <= first:
+                continue
+            slot = int(step.slots[row])
+            sampling = slots.sampling[slot]
+            assert sampling is not None
+            assert sampling.prompt_logprobs is not None
+            at = int(np.searchsorted(batch.logit_tokens, batch.row_start[row]))
+            spans.append((row, first, stop))
+            places += range(at, at + stop - first)
+            targets += slots.tokens[slot, first:stop].tolist()
+            counts += [sampling.prompt_logprobs] * (stop - first)
+        scored = self.score(values, places, targets, counts)
+        result: dict[int, PromptLogprobs] = {}
+        for row, first, stop in spans:
+            mine, scored = scored[: stop - first], scored[stop - first :]
+            result[row] = PromptLogprobs(first, [chosen for chosen, _ in mine], [top for _, top in mine])
+        return result
+
+    def score(
+        self, values: F32, places: Sequence[int], targets: Sequence[int], counts: Sequence[int]
+    ) -> list[tuple[float, list[tuple[int, float]]]]:
+        """As `sampler.top_logprobs`: of row places[i] of `values` [rows, own], the log-probability of id
+        targets[i] and the best counts[i]."""
+        result: list[tuple[float, list[tuple[int, float]]]] = []
+        tops = np.minimum(np.maximum(counts, 0), self._vocab).astype(np.int64)
+        sizes = np.cumsum(FOUND.itemsize + tops * CANDIDATE.itemsize) // _MOST_BYTES
+        for part in np.split(np.arange(len(tops)), np.flatnonzero(np.diff(sizes)) + 1):
+            if len(part):
+                result += self._score(values, np.asarray(places)[part], np.asarray(targets)[part], tops[part])
+        return result
+
+    def _score(
+        self, values: F32, places: NDArray[np.int64], targets: NDArray[np.int64], tops: NDArray[np.int64]
+    ) -> list[tuple[float, list[tuple[int, float]]]]:
+        found, listed = self._ask(values, places, np.ones(len(places)), tops)
+        mine = np.flatnonzero((targets >= self._first) & (targets < self._first + self._own))
+        found["raw"][mine] = values[places[mine], targets[mine] - self._first]
+        found, listed = self._exchange([found, listed])
+        owner = np.searchsorted(self._starts + self._owns, targets, side="right")
+        chosen = found["raw"][owner, np.arange(len(targets))]
+        lse = _log_sums(found)
+        self.traffic.messages_before += 3
+        self.traffic.bytes_before += 4 * self._widest * len(places)
+        return [
+            (float(value - norm), _best(part, norm, count))
+            for value, norm, count, part in zip(chosen, lse, tops.tolist(), _split(listed, tops))
+        ]
+
+    def _kept_raw(self, values: F32, wishes: _Wishes) -> dict[int, F32]:
+        """The logits of rows whose log-probabilities are asked for and which will be shifted."""
+        return {i: values[i].copy() for i in wishes.wants if wishes.shifted[i]}
+
+    def _look_at(
+        self, values: F32, before: dict[int, F32], rows: Sequence[SampleRow], wishes: _Wishes
+    ) -> tuple[NDArray[np.void], NDArray[np.void], NDArray[np.void], NDArray[np.void]]:
+        """(`FOUND` of every row shifted, of the rows `wants` as they are, and the candidates of both)."""
+        every = np.arange(len(rows))
+        raw_found, raw_listed = self._ask(
+            values, np.array(wishes.wants, np.int64), np.ones(len(wishes.wants)), wishes.tops
+        )
+        shifted = np.flatnonzero(wishes.shifted)
+        if len(shifted):
+            plain, _ = self._ask(values, shifted, np.zeros(len(shifted)), np.zeros(len(shifted), np.int64))
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                for i, state in zip(shifted.tolist(), plain["state"].tolist()):
+                    if state == FINITE:
+                        adjust(values[i], self._own_part(rows[i]))
+        temperature = np.where(wishes.summed, wishes.draws["temperature"], 0.0)
+        found, listed = self._ask(values, every, temperature, wishes.listed)
+        if len(shifted):
+            found["state"][shifted[plain["state"] != FINITE]] = NO_NUMBER
+            for i, raw in before.items():
+                found["raw"][i] = raw[found["id"][i] - self._first]
+        return found, raw_found, listed, raw_listed
+
+    def _ask(
+        self,
+        values: F32,
+        which: NDArray[np.int64],
+        temperature: NDArray[np.float64],
+        counts: NDArray[np.int64],
+    ) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        looks = np.empty(len(which), LOOK)
+        looks["row"], looks["temperature"], looks["count"] = which, temperature, counts
+        looks["at"] = np.cumsum(counts) - counts
+        return self._look(values, looks, self._first, int(counts.sum()))
+
+    def _own_part(self, row: SampleRow) -> SampleRow:
+        """`row` with the ids of this rank only, counted from its first."""
+        s = row.sampling
+        prompt = self._mine(row.history[: row.prompt_len])
+        output = self._mine(row.history[row.prompt_len :])
+        masked = s.stop_token_ids if s.min_tokens > row.index else ()
+        sampling = msgspec.structs.replace(
+            s,
+            stop_token_ids=tuple(self._mine(np.array(masked, np.int64)).tolist()),
+            min_tokens=len(output) + 1,
+            logit_bias=tuple(
+                (i - self._first, bias) for i, bias in s.logit_bias if 0 <= i - self._first < self._own
+            ),
+        )
+        return replace(
+            row, sampling=sampling, history=np.concatenate((prompt, output)), prompt_len=len(prompt)
+        )
+
+    def _mine(self, ids: NDArray[np.integer]) -> I32:
+        local = ids.astype(np.int32) - np.int32(self._first)
+        return local[(local >= 0) & (local < self._own)]
+
+    def _exchange(self, parts: Sequence[NDArray]) -> list[NDArray]:
+        """[size, ...] of each part: what all ranks have, in one message."""
+        mine = np.concatenate([part.view(np.uint8) for part in parts])
+        every = self._gather(mine)
+        self.traffic.messages_now += 1
+        self.traffic.bytes_now += len(mine)
+        ends = np.cumsum([part.nbytes for part in parts])
+        return [
+            every[:, end - part.nbytes : end].copy().view(part.dtype) if part.nbytes else _none(part, every)
+            for part, end in zip(parts, ends)
+        ]
+
+    def _check(self, headers: BYTES) -> None:
+        if (differ := np.flatnonzero((headers != headers[0]).any(axis=1))).size:
+            told = ", ".join(f"rank {r}: {row.tobytes().hex()}" for r, row in enumerate(headers))
+            raise RanksDiverged(
+                f"rank {differ[0]} is not where rank 0 is ({told}); the instance must be started anew"
+            )
+
+    def _decide(self, wishes: _Wishes, found: NDArray[np.void], listed: NDArray[np.void]) -> _Drawn:
+        rows = np.arange(found.shape[1])
+        values = np.where(found["state"] == NO_NUMBER, -np.inf, found["value"])
+        winner, top = values.argmax(axis=0), values.max(axis=0)
+        sound = (found["state"] == FINITE) | (wishes.shifted & (found["state"] == INFINITE))
+        finite = sound.all(axis=0) & np.isfinite(top)
+        below = np.where(np.isfinite(values) & finite, values - np.where(finite, top, 0.0), -np.inf)
+        mass = np.zeros(found.shape)
+        if wishes.summed.any():
+            temperature = np.where(wishes.summed, wishes.draws["temperature"], 1.0)
+            mass = found["sum"] * exp(below.astype(np.float64) / temperature)
+        drawn = _Drawn(
+            found["id"][winner, rows].astype(np.int64), found["raw"][winner, rows], finite, top, mass
+        )
+        here = wishes.drawn & finite
+        drawn.ask_id = np.flatnonzero(here & ~wishes.filtered).tolist()
+        drawn.join = np.flatnonzero(here & wishes.filtered & (wishes.listed == 0)).tolist()
+        which = np.flatnonzero(here & wishes.filtered & (wishes.listed > 0))
+        if len(which):
+            self._decide_filtered(wishes, drawn, which, listed)
+        return drawn
+
+    def _decide_filtered(
+        self, wishes: _Wishes, drawn: _Drawn, which: NDArray[np.int64], listed: NDArray[np.void]
+    ) -> None:
+        counts = wishes.listed[which]
+        starts = (np.cumsum(wishes.listed) - wishes.listed)[which]
+        most = np.arange(counts.max())
+        places = starts[:, None] + np.minimum(most, counts[:, None] - 1)
+        table = listed[:, places].swapaxes(0, 1)  # [n, ranks, most]
+        ids = np.where((most < counts[:, None])[:, None, :], table["id"], -1)
+        merged = Merged(
+            values=table["value"],
+            ids=ids,
+            more=self._owns > counts[:, None],
+            top=drawn.top[which],
+            mass=drawn.mass.cumsum(axis=0)[-1, which],
+            draws=wishes.draws[which],
+        )
+        tokens, proved = decide(merged, self._vocab)
+        drawn.tokens[which] = tokens
+        hit = (ids == tokens[:, None, None]).reshape(len(which), -1).argmax(axis=1)
+        flat = table["value"].reshape(len(which), -1)
+        drawn.raw[which] = np.take_along_axis(flat, hit[:, None], axis=1)[:, 0]
+        drawn.join += which[~proved].tolist()
+        wanted = np.isin(which, wishes.wants)
+        drawn.ask_raw = which[proved & wishes.shifted[which] & wanted].tolist()
+
+    def _second(
+        self,
+        values: F32,
+        before: dict[int, F32],
+        wishes: _Wishes,
+        drawn: _Drawn,
+        found: NDArray[np.void],
+    ) -> None:
+        """The second message, if any row needs it, and what follows from it."""
+        if not (drawn.ask_id or drawn.ask_raw or drawn.join):
+            return
+        answers = np.empty(len(drawn.ask_id) + len(drawn.ask_raw), _ANSWER)
+        answers["id"] = -1
+        answers["raw"] = np.nan
+        self._pick(values, before, wishes, drawn, found, answers[: len(drawn.ask_id)])
+        for at, i in enumerate(drawn.ask_raw, len(drawn.ask_id)):
+            if 0 <= (own := int(drawn.tokens[i]) - self._first) < self._own:
+                answers[at] = drawn.tokens[i], before[i][own]
+        slices = [values[i] for i in drawn.join]
+        slices += [before[i] for i in drawn.join if i in before]
+        joined = np.zeros((len(slices), self._widest), np.float32)
+        for to, mine in zip(joined, slices):
+            to[: self._own] = mine
+        every, whole = self._exchange([answers, joined.reshape(-1)])
+        teller = (every["id"] >= 0).argmax(axis=0)
+        told = every[teller, np.arange(len(answers))]
+        asked = drawn.ask_id + drawn.ask_raw
+        drawn.tokens[asked], drawn.raw[asked] = told["id"], told["raw"]
+        if drawn.join:
+            whole = whole.reshape(self._size, len(slices), self._widest)
+            self._decide_joined(wishes, drawn, whole, [i for i in drawn.join if i in before])
+
+    def _pick(
+        self,
+        values: F32,
+        before: dict[int, F32],
+        wishes: _Wishes,
+        drawn: _Drawn,
+        found: NDArray[np.void],
+        answers: NDArray[np.void],
+    ) -> None:
+        """Fill in the id of each row `ask_id` whose uniform falls into this rank's slice."""
+        which = np.array(drawn.ask_id, np.int64)
+        if not len(which):
+            return
+        ends = drawn.mass[:, which].cumsum(axis=0)
+        target = wishes.draws["uniform"][which] * ends[-1]
+        last = self._size - 1 - (drawn.mass[::-1, which] > 0.0).argmax(axis=0)
+        owner = np.minimum((ends <= target).sum(axis=0), last)
+        mine = np.flatnonzero(owner == self._rank)
+        if not len(mine):
+            return
+        draws = wishes.draws[which[mine]]
+        mass = drawn.mass[self._rank, which[mine]]
+        within = (target[mine] - (ends[self._rank, mine] - mass)) / mass
+        draws["uniform"] = np.clip(within, 0.0, 1.0 - 2.0**-53)
+        draws["largest"] = found["id"][self._rank, which[mine]] - self._first
+        picked = self._draw(values, draws)
+        for at, i, own in zip(mine.tolist(), which[mine].tolist(), picked.tolist()):
+            answers[at] = self._first + own, before.get(i, values[i])[own]
+
+    def _decide_joined(self, wishes: _Wishes, drawn: _Drawn, whole: F32, with_raw: list[int]) -> None:
+        """`whole` [ranks, rows `join`, then their logits as they were where asked for, widest]."""
+        columns = np.arange(self._widest)
+        ids = np.where(columns < self._owns[:, None], self._starts[:, None] + columns, -1).astype(np.int32)
+        for at, i in enumerate(drawn.join):
+            merged = Merged(
+                values=whole[None, :, at],
+                ids=ids[None],
+                more=np.zeros((1, self._size), np.bool_),
+                top=drawn.top[i : i + 1],
+                mass=drawn.mass.cumsum(axis=0)[-1, i : i + 1],
+                draws=wishes.draws[i : i + 1],
+            )
+            token = int(decide(merged, self._vocab)[0][0])
+            owner = int(np.searchsorted(self._starts + self._owns, token, side="right"))
+            raw = len(drawn.join) + with_raw.index(i) if i in with_raw else at
+            drawn.tokens[i] = token
+            drawn.raw[i] = whole[owner, raw, token - self._starts[owner]]
+
+    def _logprobs(
+        self, wishes: _Wishes, drawn: _Drawn, found: NDArray[np.void], listed: NDArray[np.void]
+    ) -> dict[int, TokenLogprobs]:
+        if not wishes.wants:
+            return {}
+        lse = _log_sums(found)
+        parts = zip(wishes.wants, lse, wishes.tops.tolist(), _split(listed, wishes.tops))
+        return {
+            i: TokenLogprobs(float(drawn.raw[i] - norm), _best(part, norm, count))
+            for i, norm, count, part in parts
+            if drawn.finite[i]
+        }
+
+    def _count(self, wishes: _Wishes, drawn: _Drawn, header: bytes) -> None:
+        t, rows = self.traffic, len(wishes.draws)
+        kinds = (
+            *(header, True, wishes.summed.any(), wishes.listed.any(), wishes.wants, wishes.tops.any()),
+            *(drawn.ask_id, drawn.ask_raw, drawn.join),
+        )
+        t.steps += 1
+        t.messages_before += sum(map(bool, kinds))
+        t.bytes_before += len(header) + rows * 4 * self._widest
+        t.rows += rows
+        t.joined += len(drawn.join)
+
+
+def _shifts(row: SampleRow) -> bool:
+    """Whether `adjust` does anything to the row."""
+    s = row.sampling
+    return bool(
+        (s.min_tokens > row.index and s.stop_token_ids)
+        or s.logit_bias
+        or s.repetition_penalty != 1.0
+        or ((s.presence_penalty or s.frequency_penalty) and row.index)
+    )
+
+
+def _log_sums(found: NDArray[np.void]) -> NDArray[np.float64]:
+    """Log of the sum of exp of each row of `found` [ranks, rows]; NaN where it has none."""
+    values = found["value"].astype(np.float64)
+    top = values.max(axis=0)
+    sound = np.isfinite(top) & (found["state"] != NO_NUMBER).all(axis=0)
+    below = np.where(sound & np.isfinite(values), values - np.where(sound, top, 0.0), -np.inf)
+    total = np.cumsum(found["sum"] * exp(below), axis=0)[-1]
+    with np.errstate(divide="ignore"):
+        return np.where(sound, np.where(sound, top, 0.0) + np.log(np.where(sound, total, 1.0)), np.nan)
+
+
+def _split(listed: NDArray[np.void], counts: NDArray[np.int64]) -> list[NDArray[np.void]]:
+    """`listed` [ranks, all] by row."""
+    return np.split(listed, np.cumsum(counts)[:-1], axis=1) if len(counts) else []
+
+
+def _best(listed: NDArray[np.void], norm: float, count: int) -> list[tuple[int, float]]:
+    """(id, log-probability) of the `count` best of `listed` [ranks, most]."""
+    if count == 0 or np.isnan(norm):
+        return []
+    known = listed[listed["id"] >= 0]
+    best = known[np.lexsort((known["id"], -known["value"]))[:count]]
+    return [(int(i), float(value - norm)) for value, i in best.tolist()]
+
+
+def _none(part: NDArray, every: BYTES) -> NDArray:
+    return np.empty((len(every), 0), part.dtype)
