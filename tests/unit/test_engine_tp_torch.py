@@ -90,10 +90,10 @@ def test_with_deterministic_a_token_of_a_group_keeps_its_bits_whatever_is_beside
 
 def test_heads_that_fill_up_narrow_groups_change_nothing(nine_heads: Path) -> None:
     steps = Steps(5, 199)
-    parts = [shard_of(ModelFolder(nine_heads), rank, 4, filled=True) for rank in range(4)]
-    assert any(part.layout.heads > part.shard.heads.size for part in parts)
+    parts = [shard_of(ModelFolder(nine_heads), rank, 2, filled=True) for rank in range(2)]
+    assert all(part.layout.heads > part.shard.heads.size for part in parts)
     expected = reference(nine_heads, steps)
-    for one, other in zip(expected, joined(on_ranks(4, lambda end: reference(nine_heads, steps, end)))):
+    for one, other in zip(expected, joined(on_ranks(2, lambda end: reference(nine_heads, steps, end)))):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
 
 
