@@ -23,7 +23,7 @@ from deploy.options import (
     parse_http,
 )
 from deploy.processes import end, identify
-from deploy.rundir import RunDir, RunDirError
+from deploy.rundir import RunDir, RunDirError, tail
 from deploy.servers import MissingServer, find_nats, find_redis, free_port, port_taken
 from deploy.supervisor import ChildSpec, StartFailed, Supervisor
 from services.worker.settings import parse_bytes
@@ -296,8 +296,24 @@ def why_not_ready(body: str, worker_log: Path) -> str:
     except (ValueError, KeyError, TypeError):
         return body or "the gateway does not answer yet"
     if "no_instance" in reason:  # they run, or starting would have failed
+        if missing := missing_ranks(tail(worker_log)):
+            return f"{missing}: {worker_log}"
         return f"no worker has its model yet (loading; the first time also compiling): {worker_log}"
     return reason
+
+
+def missing_ranks(worker_lines: str) -> str:
+    """Which ranks an instance waits for, as far as the end of its worker's log tells."""
+    for line in reversed(worker_lines.splitlines()):
+        try:
+            entry = json.loads(line)
+            if entry["event"] == "group formed":
+                break
+            if entry["event"] == "waiting for ranks":
+                return f"{entry['missing']}: {entry['why']}"
+        except (ValueError, KeyError, TypeError):
+            continue
+    return ""
 
 
 async def _get(url: str, path: str, headers: str) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from deploy.rundir import RunDir
 from deploy.status import collect, engine, engine_line, print_for_people
 from deploy.tap import wrong_subject
-from deploy.up import why_not_ready
+from deploy.up import missing_ranks, why_not_ready
 
 CANDIDATES = [
     {"kernels": "native", "threads": 2, "decode_ms": 13.5, "prefill_tok_s": 701.2, "chosen": True},
@@ -119,3 +119,14 @@ def test_while_workers_load_nobody_is_told_to_start_one():
     assert why_not_ready('{"reason": "no canary"}', Path("x")) == "no canary"
     assert why_not_ready("<html>", Path("x")) == "<html>"
     assert why_not_ready("", Path("x")) == "the gateway does not answer yet"
+
+
+def test_the_ranks_that_a_worker_waits_for_are_named_until_the_group_is_formed(tmp_path):
+    log = tmp_path / "w0.log"
+    waiting = (
+        '{"event": "waiting for ranks", "missing": "rank 2 (node 1)", "why": "has not connected to a:1"}'
+    )
+    log.write_text(f"no json\n{waiting}\n[1]\n")
+    found = why_not_ready('{"reason": "no_instance"}', log)
+    assert found == f"rank 2 (node 1): has not connected to a:1: {log}"
+    assert missing_ranks(f'{waiting}\n{{"event": "group formed"}}\n') == ""

@@ -103,7 +103,7 @@ class PlainCollective:
             waiting.poll(_SLICE_MS)
             self.check()
             if time.monotonic() > deadline:
-                self._lose(f"rank {min(by_fd.values())} has not come for {self._limit_s:.0f} s")
+                self._lose(f"rank {min(by_fd.values())} has not come for {self._limit_s:g} s")
 
     def _advance(self, number: int, peer: _Peer, size: int) -> None:
         try:
