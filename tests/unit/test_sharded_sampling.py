@@ -167,14 +167,14 @@ def steps(draw):
     return logits.astype(np.float32), cuts, made
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(step=steps(), looks=st.sampled_from(LOOKS))
 def test_every_rank_draws_what_the_joined_logits_give(step, looks):
     logits, cuts, rows = step
     check(Ranks(logits.shape[1], cuts, looks), logits, rows)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(step=steps(), looks=st.sampled_from(LOOKS), bad=st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_a_row_that_is_not_finite_on_one_rank_fails_alone_on_all(step, looks, bad):
     logits, cuts, rows = step

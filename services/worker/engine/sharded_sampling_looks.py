@@ -22,7 +22,7 @@ NO_NUMBER, INFINITE, FINITE = range(3)
 """States: some value is NaN; none is, but some are infinite; all are finite."""
 
 Looks = Callable[[NDArray[np.float32], NDArray[np.void], int, int], tuple[NDArray[np.void], NDArray[np.void]]]
-"""Values [rows, own], `LOOK` [n], id of column 0, number of candidates → `FOUND` [n], `CANDIDATE` [number]."""
+"""Values [rows, own], `LOOK` [n], id of column 0, number m of candidates → `FOUND` [n], `CANDIDATE` [m]."""
 
 
 def look_rows(
@@ -54,4 +54,17 @@ def look_rows(
 
 def looks_of(kernels: Kernels | None) -> Looks:
     """The fastest way there is to look."""
-    return look_rows
+    if kernels is None:
+        return look_rows
+
+    def look(
+        values: NDArray[np.float32], looks: NDArray[np.void], first: int, candidates: int
+    ) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        found, listed = np.empty(len(looks), FOUND), np.empty(candidates, CANDIDATE)
+        rows, size = values.shape
+        stride = values.strides[0] // values.itemsize if rows > 1 else size
+        where = values.ctypes.data, size, stride, first, looks.ctypes.data, len(looks)
+        kernels.library.hortator_look(kernels.team, *where, found.ctypes.data, listed.ctypes.data)
+        return found, listed
+
+    return look

@@ -1,6 +1,7 @@
 """The structs of `src/pass.h`, `src/decoder.cpp`, `src/matrix.h` and `src/int8.h`, field for field.
 
-That of `src/draw.h` is `services.worker.engine.draw.DRAW`.
+That of `src/draw.h` is `services.worker.engine.draw.DRAW`, those of `src/candidates.h` are in
+`services.worker.engine.sharded_sampling_looks`.
 """
 
 import ctypes
@@ -143,4 +144,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hortator_scan.restype = None
     library.hortator_draw.argtypes = [Pointer, Pointer, c_int64, c_int64, Pointer, c_int64, Pointer]
     library.hortator_draw.restype = None
+    what = [Pointer, c_int64, c_int64, c_int64, Pointer, c_int64]
+    library.hortator_look.argtypes = [Pointer, *what, Pointer, Pointer]
+    library.hortator_look.restype = None
     return library

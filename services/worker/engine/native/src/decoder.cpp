@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "attention_plan.h"
+#include "candidates.h"
 #include "draw.h"
 #include "pass.h"
 #include "team.h"
