@@ -1,11 +1,11 @@
 """When communication takes too much of a layer, and what other degrees are predicted to take."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parallel_support import SMOLLM, smollm
 
 from services.worker.parallel.advice import (
     Layer,
@@ -18,12 +18,7 @@ from services.worker.parallel.advice import (
     work_share,
 )
 from services.worker.parallel.crossover import Fit, Line, Timing, fit
-from services.worker.parallel.overlap import Costs, Rates, plan_chunks, simulate
-from services.worker.parallel.split import plan_shards
-
-SMOLLM = SimpleNamespace(
-    heads=9, kv_heads=3, head_dim=64, hidden=576, intermediate=1536, vocab_size=49152, layers=30
-)
+from services.worker.parallel.overlap import plan_chunks, simulate
 
 
 def fitted(latency_s: float, s_per_byte: float) -> Fit:
@@ -135,12 +130,11 @@ def test_between_ranks_that_send_to_all_others_communication_grows_and_computati
 @pytest.mark.parametrize("s_per_byte", [8e-9, 32e-9])
 def test_predictions_from_one_degree_come_within_15_percent_of_another(other: int, s_per_byte: float) -> None:
     """Steps of 512 tokens as the planner would cut them and the wavefront makes them, with direct sums."""
-    rates = Rates(weight_row_s=56e-12, weight_s=190e-12, chunk_s=2e-6)
 
     def layer(degree: int) -> Layer:
         grown = steps("direct", degree)
         line = Line(60e-6 * grown.hops, s_per_byte * grown.volume)
-        c = Costs.of(SMOLLM, plan_shards(SMOLLM, degree), rates, line)
+        c = smollm(line, degree)
         wave = simulate(plan_chunks(512, c), c)
         return Layer(degree, wave.compute_s / 30, wave.link_s / 30, wave.exposed_s / 30, 30)
 

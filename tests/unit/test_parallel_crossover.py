@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from services.worker.parallel.crossover import (
     UNLIMITED,
     CrossoverTable,
-    Drift,
     Entry,
     Line,
     Timing,
@@ -19,6 +18,7 @@ from services.worker.parallel.crossover import (
     fit,
     sizes_to_measure,
 )
+from services.worker.parallel.drift import Drift
 
 SIZES = sizes_to_measure(100_000_000)
 # Latency and bandwidth of algorithms that cross at 48 KB and about 2 MB.
@@ -184,7 +184,7 @@ def fed(drift: Drift, size: int, ratio: float, windows: int, seed: int = 0, star
     for _ in range(windows):
         for i in range(20):
             late = 1.0 if i == 7 else rng.uniform(1, 10)
-            drift.observe(size + rng.randrange(40), TABLE.predict(size) * ratio * late, now)
+            drift.observe(size - rng.randrange(40), TABLE.predict(size) * ratio * late, now)
             now += 0.5
     return now
 

@@ -6,11 +6,11 @@ import time
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parallel_support import GIGABIT, MEMORY, QUARTER, smollm
 
 from services.worker.parallel.crossover import Line
 from services.worker.parallel.overlap import (
@@ -20,23 +20,10 @@ from services.worker.parallel.overlap import (
     Link,
     Measured,
     Planner,
-    Rates,
     Work,
     plan_chunks,
     simulate,
 )
-from services.worker.parallel.split import plan_shards
-
-SMOLLM = SimpleNamespace(
-    heads=9, kv_heads=3, head_dim=64, hidden=576, intermediate=1536, vocab_size=49152, layers=30
-)
-RATES = Rates(weight_row_s=56e-12, weight_s=190e-12, chunk_s=2e-6, message_s=4e-6)
-GIGABIT, QUARTER, MEMORY = Line(60e-6, 8e-9), Line(60e-6, 32e-9), Line(3e-6, 0.1e-9)
-
-
-def smollm(line: Line, ranks: int = 2) -> Costs:
-    return Costs.of(SMOLLM, plan_shards(SMOLLM, ranks), RATES, line)
-
 
 times = st.one_of(st.just(0.0), st.floats(1e-7, 1e-3))
 
@@ -223,13 +210,6 @@ def test_impossible_steps_and_plans_are_refused() -> None:
 @given(costs())
 def test_costs_survive_being_sent(c: Costs) -> None:
     assert Costs.from_plain(json.loads(json.dumps(c.to_plain()))) == c
-
-
-def test_the_busiest_rank_sets_what_a_layer_takes() -> None:
-    even, uneven = smollm(MEMORY, 3), smollm(MEMORY, 4)
-    assert even.attend.row_s == pytest.approx(56e-12 * 576 * 64 * (2 * 3 + 2 * 1))
-    assert uneven.attend.row_s == pytest.approx(56e-12 * 576 * 64 * (2 * 3 + 2 * 1))
-    assert uneven.feed.row_s < even.feed.row_s
 
 
 @settings(max_examples=50, deadline=None)

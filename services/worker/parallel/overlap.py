@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from services.worker.parallel.crossover import Line
-from services.worker.parallel.split import ShardPlan, Sizes, deal
+from services.worker.parallel.split import deal
 
 TILE = 6
 """Rows that the native kernels multiply at once."""
@@ -91,23 +91,6 @@ class Costs:
     """Rows multiplied at once; chunks are cut between tiles unless they are of few."""
 
     @classmethod
-    def of(cls, model: Sizes, split: ShardPlan, rates: "Rates", line: Line) -> "Costs":
-        """Of `model` split over ranks that compute at `rates` and sum over a link that takes `line` for a
-        message. Each half of a layer takes what it takes on the rank that holds most of it."""
-        attend = max(
-            (2 * shard.heads.size + 2 * shard.kv_heads.size) * model.head_dim for shard in split.shards
-        )
-        feed = max(3 * shard.ffn.size for shard in split.shards)
-        return cls(
-            model.layers,
-            rates.work(model.hidden * attend),
-            rates.work(model.hidden * feed),
-            Link.of(line),
-            model.hidden * 4,
-            rates.message_s,
-        )
-
-    @classmethod
     def from_plain(cls, plain: Any) -> "Costs":
         """What `to_plain` gave. Raises ValueError saying what in it is wrong."""
         return msgspec.convert(plain, cls)
@@ -116,24 +99,6 @@ class Costs:
         """As maps and numbers, for MessagePack or JSON."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What the kernels were measured to do on one rank."""
-
-    weight_row_s: float
-    """Seconds to multiply one weight with one row when there are many rows."""
-    weight_s: float
-    """Seconds to read one weight, which is what few rows take."""
-    chunk_s: float = 0.0
-    """Seconds of each stage of a chunk beside its products: barriers, hand-outs."""
-    message_s: float = 0.0
-    """`Costs.message_s`."""
-
-    def work(self, weights: int) -> Work:
-        """Of a stage that multiplies with `weights`."""
-        return Work(self.chunk_s, self.weight_row_s * weights, self.weight_s * weights)
 
 
 @dataclass(frozen=True)
