@@ -9,7 +9,7 @@ from services.worker.engine.native import build
 
 SIZE_CLASSES = 40
 ALGORITHMS = ("one-shot", "two-shot", "direct", "ring", "tree", "scatter")
-"""By their numbers in `src/group.h`."""
+"""By their numbers in `src/program.h`."""
 
 
 class Setup(Structure):
@@ -19,9 +19,12 @@ class Setup(Structure):
         ("rank", c_int64),
         ("size", c_int64),
         ("memory", c_int64),
+        ("peer", POINTER(c_int32)),
         ("most_floats", c_int64),
         ("spin_s", c_double),
         ("limit_s", c_double),
+        ("core", POINTER(c_int32)),
+        ("cores", c_int64),
     )
 
 
@@ -49,7 +52,9 @@ def library() -> ctypes.CDLL:
         ("gather", c_int32, c_void_p, c_void_p, c_int64, c_void_p),
         ("check", c_int32, c_void_p),
         ("table", None, c_void_p, c_void_p, c_void_p, c_int64),
-        ("counts", None, c_void_p, POINTER(Count)),
+        ("counts", None, c_void_p, POINTER(Count), c_int32),
+        ("time", c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+        ("busy", c_double, c_void_p),
         ("lose", None, c_void_p, c_char_p),
         ("reason", None, c_void_p, c_char_p, c_int64),
     ):

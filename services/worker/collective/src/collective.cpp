@@ -37,7 +37,14 @@ void hortator_table(Group* group, const int64_t* bytes, const int64_t* algorithm
     group->set_table(bytes, algorithm, count);
 }
 
-void hortator_counts(Group* group, Count* to) { group->read_counts(to); }
+void hortator_counts(Group* group, Count* to, int32_t anew) { group->read_counts(to, anew); }
+
+// took_s[repeats]
+int32_t hortator_time(Group* group, int64_t algorithm, int64_t floats, int64_t repeats, double* took_s) {
+    return group->time(Algorithm(algorithm), floats, repeats, took_s);
+}
+
+double hortator_busy(Group* group) { return group->busy_s(); }
 
 void hortator_lose(Group* group, const char* reason) { group->loss().declare(reason); }
 

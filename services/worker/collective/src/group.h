@@ -2,24 +2,26 @@
 #pragma once
 #include <array>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "exchange.h"
+#include "links.h"
 #include "loss.h"
 #include "memory.h"
+#include "pages.h"
+#include "program.h"
 #include "sums.h"
 #include "wait.h"
 
 namespace hortator {
 
-// `../native.py` names them in this order.
-enum class Algorithm : int64_t { kOneShot, kTwoShot, kDirect, kRing, kTree, kScatter };
-constexpr int64_t kAlgorithms = 6, kSizeClasses = 40;
+constexpr int64_t kSizeClasses = 40;
 
-// What one algorithm carried. `fastest_s[c]`: the least time from begin to landed of a message of 2^c … 2^(c+1) - 1
-// bytes since it was last read, or infinity.
+// What one algorithm carried. `fastest_s[c]`: the least time from another rank's begin, the last, to landed of a message of 2^c … 2^(c+1) - 1
+// bytes since this was last begun anew, or infinity.
 struct Count {
     int64_t messages, bytes;
     double exposed_s;  // waited for in land
@@ -28,24 +30,28 @@ struct Count {
 
 struct Setup {
     int64_t rank, size;
-    int64_t memory;  // file descriptor, or -1
+    int64_t memory;       // file descriptor, or -1
+    const int32_t* peer;  // a connected socket to each rank, but for this one; or null
     int64_t most_floats;
     double spin_s, limit_s;
+    const int32_t* core;  // that the links' threads run on; none: anywhere
+    int64_t cores;
 };
 
 class Group {
   public:
-    explicit Group(const Setup& setup) : setup_(setup) {
+    explicit Group(const Setup& setup) : setup_(setup), nowhere_(round_up(setup.most_floats) + kUnit) {
         if (setup.memory >= 0) {
             memory_ = std::make_unique<Memory>(int(setup.memory), setup.rank, setup.size, setup.most_floats,
                                                setup.spin_s, setup.limit_s, loss_);
         }
-        // Only touched once the group is lost: until then it is address space alone.
-        const size_t bytes = sizeof(float) * (round_up(setup.most_floats) + kUnit);
-        void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory of the group's messages");
-        nowhere_ = {static_cast<float*>(at), [bytes](float* p) { munmap(p, bytes); }};
-        read_counts(nullptr);
+        if (setup.peer) {
+            links_ = std::make_unique<Links>(std::vector<int>(setup.peer, setup.peer + setup.size), setup.rank,
+                                             setup.most_floats,
+                                             std::vector<int>(setup.core, setup.core + setup.cores), setup.spin_s,
+                                             setup.limit_s, loss_);
+        }
+        forget_fastest();
     }
 
     Exchange exchange() {
@@ -66,40 +72,52 @@ class Group {
         if (next_ - oldest_ == kMostMessages) loss_.declare("too many messages in flight");
         if (loss_.lost()) return nowhere_.get();
         Flight& flight = at(next_);
-        flight.algorithm = algorithm;
-        flight.shape = uint32_t(flight.algorithm) << 1 | uint32_t(kind);
-        float* const room = memory_->room(floats, flight.message);
-        flight.whole = room;
-        next_ += flight.whole;
-        return room ? room : nowhere_.get();
+        flight = {algorithm, uint32_t(algorithm) << 1 | uint32_t(kind), floats, {}, 0};
+        float* const room = linked(algorithm) ? links_->room(floats, flight.number)
+                                              : memory_->room(floats, flight.message);
+        if (!room) return nowhere_.get();
+        next_++;
+        return room;
     }
 
     void begin() {
         if (loss_.lost()) return;
         Flight& flight = at(next_ - 1);
-        flight.begun_s = seconds();
-        memory_->begin(flight.message, flight.shape);
+        if (linked(flight.algorithm)) {
+            links_->begin(flight.number, flight.algorithm, flight.shape);
+        } else {
+            memory_->begin(flight.message, flight.shape, seconds());
+        }
     }
 
     bool land(Landed& landed) {
         landed.parts = 0;
         if (loss_.lost()) return false;
-        Flight& flight = at(landing_++);
+        const Flight& flight = at(landing_++);
         const double start = seconds();
-        const bool here = flight.algorithm == Algorithm::kTwoShot
+        double took_s = 0;
+        const bool here = linked(flight.algorithm) ? links_->land(flight.number, landed, took_s)
+                          : flight.algorithm == Algorithm::kTwoShot
                               ? memory_->land_sum(flight.message, flight.shape, landed)
                               : memory_->land_parts(flight.message, flight.shape, landed);
         if (!here) {
             landed.parts = 0;
             return false;
         }
-        count(flight, start, seconds());
+        const double stop = seconds();
+        if (!linked(flight.algorithm)) took_s = memory_->took_s(flight.message);
+        count(flight, stop - start, took_s);
         return true;
     }
 
     void release() {
         if (loss_.lost()) return;
-        memory_->release(at(oldest_++).message);
+        const Flight& flight = at(oldest_++);
+        if (linked(flight.algorithm)) {
+            links_->release(flight.number);
+        } else {
+            memory_->release(flight.message);
+        }
     }
 
     // False: the group is lost.
@@ -140,16 +158,43 @@ class Group {
         return !loss_.lost();
     }
 
+    // Seconds of each of `repeats` sums by `algorithm`: a mean of kAlike in a row, adding included. Single ones tell
+    // little, as a rank that comes late finds all parts waiting.
+    bool time(Algorithm algorithm, int64_t floats, int64_t repeats, double* took_s) {
+        std::vector<float> values(floats);
+        float nothing = 0;
+        if (!all_reduce(&nothing, 1)) return false;  // that nobody starts before the others are here
+        for (int64_t i = 0; i < repeats; i++) {
+            const double start = seconds();
+            double wrote_s = 0;
+            for (int64_t k = 0; k < kAlike; k++) {
+                const double before = seconds();
+                std::fill_n(room(floats, Kind::kSum, algorithm), floats, 1.0f);
+                wrote_s += seconds() - before;
+                begin();
+                Landed landed;
+                if (!land(landed)) return false;
+                complete(values.data(), landed, setup_.rank, floats);
+                release();
+            }
+            took_s[i] = (seconds() - start - wrote_s) / kAlike;
+        }
+        return true;
+    }
+
+    // Seconds in which something was under way on the links.
+    double busy_s() { return links_ ? links_->busy_s() : 0; }
+
     // Sums of at most `bytes[i]` go by `algorithm[i]`, longer ones by the last.
     void set_table(const int64_t* bytes, const int64_t* algorithm, int64_t count) {
         table_.clear();
         for (int64_t i = 0; i < count; i++) table_.push_back({bytes[i], Algorithm(algorithm[i])});
     }
 
-    // What all messages so far cost; `fastest_s` starts anew.
-    void read_counts(Count* to) {
-        if (to) std::copy(counts_.begin(), counts_.end(), to);
-        for (Count& count : counts_) std::fill(count.fastest_s, count.fastest_s + kSizeClasses, 1.0 / 0.0);
+    // What all messages so far cost; `fastest_s` starts anew if so wished.
+    void read_counts(Count* to, bool anew) {
+        std::copy(counts_.begin(), counts_.end(), to);
+        if (anew) forget_fastest();
     }
 
     Loss& loss() { return loss_; }
@@ -161,22 +206,22 @@ class Group {
     struct Flight {
         Algorithm algorithm;
         uint32_t shape;
-        bool whole;
-        double begun_s;
+        int64_t floats;
         Memory::Message message;
+        uint32_t number;  // on the links
     };
     struct Choice {
         int64_t bytes;
         Algorithm algorithm;
     };
 
-    static constexpr int64_t kPieceFloats = 12288;
+    static constexpr int64_t kPieceFloats = 12288, kAlike = 8;
 
     static Group& of(void* self) { return *static_cast<Group*>(self); }
     Flight& at(uint64_t number) { return flights_[number % kMostMessages]; }
 
     Algorithm choose(int64_t floats, Kind kind) const {
-        if (kind == Kind::kGather || table_.empty()) return Algorithm::kOneShot;
+        if (kind == Kind::kGather || table_.empty()) return memory_ ? Algorithm::kOneShot : Algorithm::kDirect;
         const int64_t bytes = floats * int64_t(sizeof(float));
         for (const Choice& choice : table_) {
             if (bytes <= choice.bytes) return choice.algorithm;
@@ -184,20 +229,30 @@ class Group {
         return table_.back().algorithm;
     }
 
-    void count(const Flight& flight, double start, double stop) {
+    void forget_fastest() {
+        for (Count& count : counts_) {
+            std::fill_n(count.fastest_s, kSizeClasses, std::numeric_limits<double>::infinity());
+        }
+    }
+
+    static bool linked(Algorithm algorithm) { return algorithm >= Algorithm::kDirect; }
+
+    void count(const Flight& flight, double exposed_s, double took_s) {
         Count& count = counts_[int64_t(flight.algorithm)];
-        const int64_t bytes = flight.message.floats * int64_t(sizeof(float));
+        const int64_t bytes = flight.floats * int64_t(sizeof(float));
         count.messages++;
         count.bytes += bytes;
-        count.exposed_s += stop - start;
-        double& fastest = count.fastest_s[63 - __builtin_clzll(uint64_t(bytes))];
-        fastest = std::min(fastest, stop - flight.begun_s);
+        count.exposed_s += exposed_s;
+        if (took_s < 0) return;
+        double& fastest = count.fastest_s[63 - __builtin_clzll(uint64_t(bytes) | 1)];
+        fastest = std::min(fastest, took_s);
     }
 
     const Setup setup_;
     Loss loss_;
     std::unique_ptr<Memory> memory_;
-    std::unique_ptr<float, std::function<void(float*)>> nowhere_;
+    std::unique_ptr<Links> links_;
+    const Pages nowhere_;  // where parts are written once the group is lost
     std::vector<Choice> table_;
     std::array<Flight, kMostMessages> flights_;
     uint64_t next_ = 0, landing_ = 0, oldest_ = 0;

@@ -19,6 +19,7 @@
 
 #include "exchange.h"
 #include "loss.h"
+#include "rooms.h"
 #include "sums.h"
 #include "wait.h"
 
@@ -28,8 +29,10 @@ namespace hortator {
 struct alignas(kLine) Stamp {
     uint32_t number, shape;
     int64_t floats;
+    double begun_s;  // ranks that share memory share a clock
 };
 constexpr int64_t kStampFloats = sizeof(Stamp) / sizeof(float);
+static_assert(kStampFloats == kUnit);
 
 struct RankState {
     Counter written, added, released;
@@ -44,21 +47,8 @@ struct Header {
     RankState rank[kMostRanks];
 };
 
-constexpr int64_t kMostMessages = 256;  // of one rank, not released by all
-
-inline int64_t extent_of(int64_t floats) { return kStampFloats + round_up(floats) + kUnit; }
-
-// Of the ring that messages go round in as long as they fit: little, so that it stays in the cache.
-constexpr int64_t kWarmFloats = 32768;
-// Of the ring for all else. Twice what may be in flight: messages are whole, and one that does not fit at the end
-// starts over at the beginning.
-inline int64_t large_floats(int64_t most_floats) {
-    return 2 * (round_up(most_floats) + kMostMessages * (extent_of(1) - 1));
-}
-inline int64_t room_floats(int64_t most_floats) { return kWarmFloats + large_floats(most_floats); }
-
 inline int64_t region_bytes(int64_t size, int64_t most_floats) {
-    return int64_t(sizeof(Header)) + size * room_floats(most_floats) * int64_t(sizeof(float));
+    return int64_t(sizeof(Header)) + size * Rooms::floats(most_floats) * int64_t(sizeof(float));
 }
 
 class Memory {
@@ -70,8 +60,8 @@ class Memory {
 
     // Throws std::exception with what is wrong with the region.
     Memory(int fd, int64_t rank, int64_t size, int64_t most_floats, double spin_s, double limit_s, Loss& loss)
-        : rank_(rank), size_(size), room_(room_floats(most_floats)), bytes_(region_bytes(size, most_floats)),
-          spin_s_(spin_s), limit_s_(limit_s), loss_(loss) {
+        : rank_(rank), size_(size), room_(Rooms::floats(most_floats)), bytes_(region_bytes(size, most_floats)),
+          spin_s_(spin_s), limit_s_(limit_s), loss_(loss), places_(most_floats) {
         watched_.fill(-1);
         struct stat facts;
         if (fstat(fd, &facts)) throw std::system_error(errno, std::generic_category(), "the group's memory");
@@ -83,7 +73,6 @@ class Memory {
         if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mapping the group's memory");
         header_ = static_cast<Header*>(at);
         rooms_ = reinterpret_cast<float*>(header_ + 1);
-        large_.floats = room_ - kWarmFloats;
         if (!agreed(header_->size, size) || !agreed(header_->most_floats, most_floats)) {
             munmap(at, bytes_);
             throw std::runtime_error("the ranks do not agree on the group's size or the floats in flight");
@@ -105,17 +94,21 @@ class Memory {
 
     // Where this rank's part of the next message is to be written; null: the group is lost.
     float* room(int64_t floats, Message& message) {
-        const int64_t extent = extent_of(floats);
-        const int64_t offset = place(extent);
-        if (offset < 0) return nullptr;
-        message = {next_++, offset, floats};
-        held_[(held_first_ + held_count_++) % kMostMessages] = {message.number, offset, extent};
+        const Rooms::Place place = places_.next(floats, next_);
+        if (place.offset < 0) {
+            loss_.declare("rank " + std::to_string(rank_) + " has more in flight than it said it would");
+            return nullptr;
+        }
+        for (int64_t r = 0; place.used && r < size_; r++) {
+            if (!reached(&RankState::released, place.before, r, "has not read an earlier message")) return nullptr;
+        }
+        message = {next_++, place.offset, floats};
         return part(rank_, message);
     }
 
     // `shape`: whatever else must be the same on all ranks.
-    void begin(const Message& message, uint32_t shape) {
-        *stamp(rank_, message) = {message.number, shape, message.floats};
+    void begin(const Message& message, uint32_t shape, double begun_s) {
+        *stamp(rank_, message) = {message.number, shape, message.floats, begun_s};
         me().written.raise(message.number + 1);
     }
 
@@ -149,9 +142,16 @@ class Memory {
         return true;
     }
 
+    // Since the last rank began it, of a message that has landed; negative if that was this rank.
+    double took_s(const Message& message) {
+        double last = 0;
+        for (int64_t r = 0; r < size_; r++) last = std::max(last, stamp(r, message)->begun_s);
+        return last == stamp(rank_, message)->begun_s ? -1 : seconds() - last;
+    }
+
     void release(const Message& message) {
-        released_ = message.number + 1;
-        me().released.raise(released_);
+        places_.released(message.number + 1);
+        me().released.raise(message.number + 1);
     }
 
     // Whether some rank is known to have ended, or to have said that the group is lost. From any thread.
@@ -168,15 +168,6 @@ class Memory {
     }
 
   private:
-    struct Held {
-        uint32_t number;
-        int64_t offset, extent;
-    };
-    struct Ring {
-        int64_t first, floats, head;
-        int64_t next(int64_t extent) const { return head + extent > floats ? 0 : head; }
-    };
-
     RankState& me() { return header_->rank[rank_]; }
     float* room_of(int64_t rank) { return rooms_ + rank * room_; }
     float* part(int64_t rank, const Message& message) { return room_of(rank) + message.offset + kStampFloats; }
@@ -187,44 +178,6 @@ class Memory {
     static bool agreed(std::atomic<int64_t>& shared, int64_t mine) {
         int64_t found = 0;
         return shared.compare_exchange_strong(found, mine) || found == mine;
-    }
-
-    // The next place of `extent` floats, free on all ranks. It depends on this rank's own calls alone, so that all
-    // find the same. -1: the group is lost.
-    int64_t place(int64_t extent) {
-        // With nothing in flight two places are enough: one is read while the other is written.
-        if (released_ == next_ && large_.head >= 2 * extent) large_.head = 0;
-        Ring& ring = extent <= warm_.floats && !mine_in(warm_, extent) ? warm_ : large_;
-        const int64_t offset = ring.first + ring.next(extent);
-        ring.head = offset - ring.first + extent;
-        // Messages are released in order: what was there last being free, all before it is.
-        int64_t keep = held_count_;
-        while (keep && !overlaps(held(keep - 1), offset, extent)) keep--;
-        if (!keep && held_count_ == kMostMessages) keep = 1;
-        if (!keep) return offset;
-        const uint32_t number = held(keep - 1).number + 1;
-        if (int32_t(released_ - number) < 0) {
-            loss_.declare("rank " + std::to_string(rank_) + " has more in flight than it said it would");
-            return -1;
-        }
-        for (int64_t r = 0; r < size_; r++) {
-            if (!reached(&RankState::released, number, r, "has not read an earlier message")) return -1;
-        }
-        held_first_ = (held_first_ + keep) % kMostMessages;
-        held_count_ -= keep;
-        return offset;
-    }
-
-    const Held& held(int64_t i) const { return held_[(held_first_ + i) % kMostMessages]; }
-    static bool overlaps(const Held& h, int64_t offset, int64_t extent) {
-        return h.offset < offset + extent && offset < h.offset + h.extent;
-    }
-    // Whether something this rank has not released lies where the ring's next message would.
-    bool mine_in(const Ring& ring, int64_t extent) const {
-        for (int64_t i = held_count_; i-- && int32_t(held(i).number - released_) >= 0;) {
-            if (overlaps(held(i), ring.first + ring.next(extent), extent)) return true;
-        }
-        return false;
     }
 
     bool reached(Counter RankState::* counter, uint32_t number, int64_t rank, const char* fault) {
@@ -287,11 +240,8 @@ class Memory {
     Loss& loss_;
     Header* header_;
     float* rooms_;
-    Ring warm_{0, kWarmFloats, 0}, large_{kWarmFloats, 0, 0};
-    uint32_t next_ = 0, released_ = 0;
-    // What may still be read by someone, oldest first.
-    std::array<Held, kMostMessages> held_;
-    int64_t held_first_ = 0, held_count_ = 0;
+    Rooms places_;
+    uint32_t next_ = 0;
     std::mutex watching_;
     std::array<int, kMostRanks> watched_;  // of the ranks' processes; -1: not yet, -2: cannot be
 };
