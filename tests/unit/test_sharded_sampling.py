@@ -228,8 +228,18 @@ def test_a_row_whose_candidates_prove_nothing_is_joined_and_no_other(asked):
     ranks = Ranks(3000, [1000])
     rows = [*greedy(3), row(Sampling(max_tokens=9, seed=3, temperature=2.0, logprobs=2, **asked))]
     check(ranks, logits_of(4), rows)
-    assert ranks.lengths[1] == 4 * 2000
+    assert ranks.lengths[1:] == [4 * 2000, 8]
     assert ranks.samplers[0].traffic.joined == 1
+
+
+def test_many_rows_are_joined_in_messages_of_bounded_length(monkeypatch):
+    monkeypatch.setattr("services.worker.engine.sharded_sampling._MOST_BYTES", 20_000)
+    asked = {"top_p": 0.97, "temperature": 3.0, "repetition_penalty": 1.3, "logprobs": 1}
+    rows = [row(Sampling(max_tokens=9, seed=s, **asked)) for s in range(7)]
+    ranks = Ranks(3000, [1000, 1500, 1600])
+    check(ranks, logits_of(7), rows)
+    # Slices, then what was drawn, then the logits of that before penalties.
+    assert ranks.lengths[1:] == [3 * 6000, 3 * 6000, 6000, 7 * 8, 7 * 8]
 
 
 def test_the_best_k_of_many_equal_logits_are_those_with_the_lowest_ids():

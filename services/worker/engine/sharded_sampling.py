@@ -6,7 +6,8 @@ are those that `sampler.sample` gives for the joined logits. A second message is
 
 - nothing filters the row: the rank in whose slice the uniform falls looks up the id and tells it;
 - the log-probability of a token is asked for whose logit was shifted before it was drawn;
-- the candidates do not prove what the filters keep: that row's slices are joined, as a last resort.
+- the candidates do not prove what the filters keep: that row's slices are joined, as a last resort, and one
+  rank draws from it and tells.
 
 Which of these happens follows from the first message, so that all ranks send the same.
 """
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 from services.worker.engine.batch import RaggedBatch, prompt_logprob_span, prompt_rows
 from services.worker.engine.draw import draw_rows
 from services.worker.engine.native.decoder import Kernels
-from services.worker.engine.sampler import COLDEST, SampleRow, adjust, draws_of
+from services.worker.engine.sampler import SampleRow, adjust
+from services.worker.engine.sharded_sampling_logprobs import best, log_sums, split
 from services.worker.engine.sharded_sampling_looks import (
     CANDIDATE,
     FINITE,
@@ -33,6 +35,7 @@ from services.worker.engine.sharded_sampling_looks import (
     looks_of,
 )
 from services.worker.engine.sharded_sampling_merge import Merged, decide, exp
+from services.worker.engine.sharded_sampling_wishes import Traffic, Wishes
 from services.worker.step import I32, NOT_FINITE, PromptLogprobs, SlotArrays, StepInput, TokenLogprobs
 
 F32 = NDArray[np.float32]
@@ -40,14 +43,8 @@ BYTES = NDArray[np.uint8]
 Gather = Callable[[BYTES], BYTES]
 """`Collective.gather`."""
 
-MOST_CANDIDATES = 256
-"""Of a row and a rank: beyond, rows are joined."""
-
-_SPARE = 16
-"""Candidates beyond top-k: which of several equal ones count is seen from those that follow."""
-
 _MOST_BYTES = 1 << 20
-"""Of one message about a prompt's positions."""
+"""Of one message about a prompt's positions, and of one that joins rows, unless a single one is longer."""
 
 _ANSWER = np.dtype([("id", "i4"), ("raw", "f4")])
 _MINE = np.dtype([("first", "i8"), ("own", "i8"), ("vocab", "i8")])
@@ -55,63 +52,6 @@ _MINE = np.dtype([("first", "i8"), ("own", "i8"), ("vocab", "i8")])
 
 class RanksDiverged(RuntimeError):
     """Ranks are not at the same step, or drew different tokens before: what they compute is worthless."""
-
-
-@dataclass
-class Traffic:
-    """Messages and bytes that sampling took so far, per rank."""
-
-    steps: int = 0
-    messages_now: int = 0
-    messages_before: int = 0
-    """With one for each kind of thing told: header, largest, sums, candidates, log-probabilities, best ids,
-    and each kind that the second message carried."""
-    bytes_now: int = 0
-    bytes_before: int = 0
-    """With the logits of all rows joined."""
-    rows: int = 0
-    joined: int = 0
-    """Rows whose slices were joined all the same."""
-
-
-@dataclass(frozen=True)
-class _Wishes:
-    """What the rows of a step ask for: the same on all ranks."""
-
-    draws: NDArray[np.void]
-    """`DRAW` of every row; `largest` is not set."""
-    drawn: NDArray[np.bool_]
-    """Not simply the largest."""
-    filtered: NDArray[np.bool_]
-    shifted: NDArray[np.bool_]
-    """Bias, penalties or min_tokens change its logits."""
-    summed: NDArray[np.bool_]
-    listed: NDArray[np.int64]
-    """Candidates of each rank."""
-    wants: list[int]
-    """Rows whose log-probabilities are asked for, and of how many alternatives."""
-    tops: NDArray[np.int64]
-
-    @staticmethod
-    def of(rows: Sequence[SampleRow], vocab: int) -> "_Wishes":
-        draws = draws_of(rows, np.zeros(len(rows), np.int32), range(len(rows)))
-        drawn = np.array([row.sampling.temperature >= COLDEST for row in rows])
-        k, floored = draws["top_k"], draws["min_p"] > 0.0
-        k = np.where(k < vocab, k, 0)
-        filtered = drawn & ((k > 0) | floored | (draws["top_p"] < 1.0))
-        listed = np.where(k > 0, np.minimum(k + _SPARE, MOST_CANDIDATES), MOST_CANDIDATES)
-        hopeless = (k > MOST_CANDIDATES) & ~floored
-        wants = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-        return _Wishes(
-            draws=draws,
-            drawn=drawn,
-            filtered=filtered,
-            shifted=np.array([_shifts(row) for row in rows]),
-            summed=drawn & (k == 0) & ~floored,
-            listed=np.where(filtered & ~hopeless, np.minimum(listed, vocab), 0),
-            wants=wants,
-            tops=np.array([min(max(rows[i].sampling.logprobs or 0, 0), vocab) for i in wants], np.int64),
-        )
 
 
 @dataclass
@@ -169,7 +109,7 @@ class ShardedSampler:
         it is not, and `GroupLost`.
         """
         values = logits.numpy() if isinstance(logits, torch.Tensor) else logits
-        wishes = _Wishes.of(rows, self._vocab)
+        wishes = Wishes.of(rows, self._vocab)
         before = self._kept_raw(values, wishes)
         found, raw_found, listed, raw_listed = self._look_at(values, before, rows, wishes)
         parts = [np.frombuffer(header, np.uint8), found, raw_found, listed, raw_listed]
@@ -237,20 +177,20 @@ class ShardedSampler:
         found, listed = self._exchange([found, listed])
         owner = np.searchsorted(self._starts + self._owns, targets, side="right")
         chosen = found["raw"][owner, np.arange(len(targets))]
-        lse = _log_sums(found)
+        lse = log_sums(found)
         self.traffic.messages_before += 3
         self.traffic.bytes_before += 4 * self._widest * len(places)
         return [
-            (float(value - norm), _best(part, norm, count))
-            for value, norm, count, part in zip(chosen, lse, tops.tolist(), _split(listed, tops))
+            (float(value - norm), best(part, norm, count))
+            for value, norm, count, part in zip(chosen, lse, tops.tolist(), split(listed, tops))
         ]
 
-    def _kept_raw(self, values: F32, wishes: _Wishes) -> dict[int, F32]:
+    def _kept_raw(self, values: F32, wishes: Wishes) -> dict[int, F32]:
         """The logits of rows whose log-probabilities are asked for and which will be shifted."""
         return {i: values[i].copy() for i in wishes.wants if wishes.shifted[i]}
 
     def _look_at(
-        self, values: F32, before: dict[int, F32], rows: Sequence[SampleRow], wishes: _Wishes
+        self, values: F32, before: dict[int, F32], rows: Sequence[SampleRow], wishes: Wishes
     ) -> tuple[NDArray[np.void], NDArray[np.void], NDArray[np.void], NDArray[np.void]]:
         """(`FOUND` of every row shifted, of the rows `wants` as they are, and the candidates of both)."""
         every = np.arange(len(rows))
@@ -325,7 +265,7 @@ class ShardedSampler:
                 f"rank {differ[0]} is not where rank 0 is ({told}); the instance must be started anew"
             )
 
-    def _decide(self, wishes: _Wishes, found: NDArray[np.void], listed: NDArray[np.void]) -> _Drawn:
+    def _decide(self, wishes: Wishes, found: NDArray[np.void], listed: NDArray[np.void]) -> _Drawn:
         rows = np.arange(found.shape[1])
         values = np.where(found["state"] == NO_NUMBER, -np.inf, found["value"])
         winner, top = values.argmax(axis=0), values.max(axis=0)
@@ -348,7 +288,7 @@ class ShardedSampler:
         return drawn
 
     def _decide_filtered(
-        self, wishes: _Wishes, drawn: _Drawn, which: NDArray[np.int64], listed: NDArray[np.void]
+        self, wishes: Wishes, drawn: _Drawn, which: NDArray[np.int64], listed: NDArray[np.void]
     ) -> None:
         counts = wishes.listed[which]
         starts = (np.cumsum(wishes.listed) - wishes.listed)[which]
@@ -365,59 +305,62 @@ class ShardedSampler:
             draws=wishes.draws[which],
         )
         tokens, proved = decide(merged, self._vocab)
-        drawn.tokens[which] = tokens
-        hit = (ids == tokens[:, None, None]).reshape(len(which), -1).argmax(axis=1)
-        flat = table["value"].reshape(len(which), -1)
-        drawn.raw[which] = np.take_along_axis(flat, hit[:, None], axis=1)[:, 0]
+        drawn.tokens[which[proved]] = tokens[proved]
         drawn.join += which[~proved].tolist()
-        wanted = np.isin(which, wishes.wants)
-        drawn.ask_raw = which[proved & wishes.shifted[which] & wanted].tolist()
+        wanted = proved & np.isin(which, wishes.wants)
+        for i in np.flatnonzero(wanted):
+            drawn.raw[which[i]] = table["value"][i][ids[i] == tokens[i]][0]
+        drawn.ask_raw = which[wanted & wishes.shifted[which]].tolist()
 
     def _second(
         self,
         values: F32,
         before: dict[int, F32],
-        wishes: _Wishes,
+        wishes: Wishes,
         drawn: _Drawn,
         found: NDArray[np.void],
     ) -> None:
-        """The second message, if any row needs it, and what follows from it."""
-        if not (drawn.ask_id or drawn.ask_raw or drawn.join):
+        """The messages after the first, if any row needs them, and what follows from them."""
+        asked = drawn.ask_id + drawn.join + drawn.ask_raw
+        if not asked:
             return
-        answers = np.empty(len(drawn.ask_id) + len(drawn.ask_raw), _ANSWER)
-        answers["id"] = -1
-        answers["raw"] = np.nan
-        self._pick(values, before, wishes, drawn, found, answers[: len(drawn.ask_id)])
-        for at, i in enumerate(drawn.ask_raw, len(drawn.ask_id)):
+        answers = _no_answers(len(asked))
+        if drawn.ask_id:
+            self._pick(values, before, wishes, drawn, found, answers[: len(drawn.ask_id)])
+        if drawn.join:
+            self._join(values, wishes, drawn, answers[len(drawn.ask_id) :][: len(drawn.join)])
+        self._tell_raw(before, drawn, drawn.ask_raw, answers[len(drawn.ask_id) + len(drawn.join) :])
+        self._answer(drawn, asked, answers)
+        if late := [i for i in drawn.join if i in before]:
+            answers = _no_answers(len(late))
+            self._tell_raw(before, drawn, late, answers)
+            self._answer(drawn, late, answers)
+
+    def _tell_raw(
+        self, before: dict[int, F32], drawn: _Drawn, which: Sequence[int], answers: NDArray[np.void]
+    ) -> None:
+        """Fill in the logit, as it was, of each token of `which` that is this rank's."""
+        for at, i in enumerate(which):
             if 0 <= (own := int(drawn.tokens[i]) - self._first) < self._own:
                 answers[at] = drawn.tokens[i], before[i][own]
-        slices = [values[i] for i in drawn.join]
-        slices += [before[i] for i in drawn.join if i in before]
-        joined = np.zeros((len(slices), self._widest), np.float32)
-        for to, mine in zip(joined, slices):
-            to[: self._own] = mine
-        every, whole = self._exchange([answers, joined.reshape(-1)])
-        teller = (every["id"] >= 0).argmax(axis=0)
-        told = every[teller, np.arange(len(answers))]
-        asked = drawn.ask_id + drawn.ask_raw
+
+    def _answer(self, drawn: _Drawn, asked: list[int], answers: NDArray[np.void]) -> None:
+        """Exchange `answers` about rows `asked`: each is known to one rank."""
+        (every,) = self._exchange([answers])
+        told = every[(every["id"] >= 0).argmax(axis=0), np.arange(len(asked))]
         drawn.tokens[asked], drawn.raw[asked] = told["id"], told["raw"]
-        if drawn.join:
-            whole = whole.reshape(self._size, len(slices), self._widest)
-            self._decide_joined(wishes, drawn, whole, [i for i in drawn.join if i in before])
 
     def _pick(
         self,
         values: F32,
         before: dict[int, F32],
-        wishes: _Wishes,
+        wishes: Wishes,
         drawn: _Drawn,
         found: NDArray[np.void],
         answers: NDArray[np.void],
     ) -> None:
         """Fill in the id of each row `ask_id` whose uniform falls into this rank's slice."""
         which = np.array(drawn.ask_id, np.int64)
-        if not len(which):
-            return
         ends = drawn.mass[:, which].cumsum(axis=0)
         target = wishes.draws["uniform"][which] * ends[-1]
         last = self._size - 1 - (drawn.mass[::-1, which] > 0.0).argmax(axis=0)
@@ -434,39 +377,43 @@ class ShardedSampler:
         for at, i, own in zip(mine.tolist(), which[mine].tolist(), picked.tolist()):
             answers[at] = self._first + own, before.get(i, values[i])[own]
 
-    def _decide_joined(self, wishes: _Wishes, drawn: _Drawn, whole: F32, with_raw: list[int]) -> None:
-        """`whole` [ranks, rows `join`, then their logits as they were where asked for, widest]."""
-        columns = np.arange(self._widest)
-        ids = np.where(columns < self._owns[:, None], self._starts[:, None] + columns, -1).astype(np.int32)
-        for at, i in enumerate(drawn.join):
-            merged = Merged(
-                values=whole[None, :, at],
-                ids=ids[None],
-                more=np.zeros((1, self._size), np.bool_),
-                top=drawn.top[i : i + 1],
-                mass=drawn.mass.cumsum(axis=0)[-1, i : i + 1],
-                draws=wishes.draws[i : i + 1],
-            )
-            token = int(decide(merged, self._vocab)[0][0])
-            owner = int(np.searchsorted(self._starts + self._owns, token, side="right"))
-            raw = len(drawn.join) + with_raw.index(i) if i in with_raw else at
-            drawn.tokens[i] = token
-            drawn.raw[i] = whole[owner, raw, token - self._starts[owner]]
+    def _join(self, values: F32, wishes: Wishes, drawn: _Drawn, answers: NDArray[np.void]) -> None:
+        """Join the rows `join` and draw from them: each rank from every size-th, while others do theirs.
+
+        Drawn once and told, a token cannot differ between CPUs that round differently.
+        """
+        each = max(_MOST_BYTES // (4 * self._widest), 1)
+        for begin in range(0, len(drawn.join), each):
+            which = drawn.join[begin : begin + each]
+            mine = np.zeros((len(which), self._widest), np.float32)
+            mine[:, : self._own] = values[which]
+            (every,) = self._exchange([mine.reshape(-1)])
+            every = every.reshape(self._size, len(which), self._widest)
+            own = range((self._rank - begin) % self._size, len(which), self._size)
+            if not own:
+                continue
+            parts = [part[own, :width] for part, width in zip(every, self._owns.tolist())]
+            draws = wishes.draws[[which[at] for at in own]]
+            draws["row"] = np.arange(len(own))
+            draws["largest"] = drawn.tokens[[which[at] for at in own]]
+            whole = np.concatenate(parts, axis=1)
+            for at, token, row in zip(own, self._draw(whole, draws).tolist(), whole):
+                answers[begin + at] = token, row[token]
 
     def _logprobs(
-        self, wishes: _Wishes, drawn: _Drawn, found: NDArray[np.void], listed: NDArray[np.void]
+        self, wishes: Wishes, drawn: _Drawn, found: NDArray[np.void], listed: NDArray[np.void]
     ) -> dict[int, TokenLogprobs]:
         if not wishes.wants:
             return {}
-        lse = _log_sums(found)
-        parts = zip(wishes.wants, lse, wishes.tops.tolist(), _split(listed, wishes.tops))
+        lse = log_sums(found)
+        parts = zip(wishes.wants, lse, wishes.tops.tolist(), split(listed, wishes.tops))
         return {
-            i: TokenLogprobs(float(drawn.raw[i] - norm), _best(part, norm, count))
+            i: TokenLogprobs(float(drawn.raw[i] - norm), best(part, norm, count))
             for i, norm, count, part in parts
             if drawn.finite[i]
         }
 
-    def _count(self, wishes: _Wishes, drawn: _Drawn, header: bytes) -> None:
+    def _count(self, wishes: Wishes, drawn: _Drawn, header: bytes) -> None:
         t, rows = self.traffic, len(wishes.draws)
         kinds = (
             *(header, True, wishes.summed.any(), wishes.listed.any(), wishes.wants, wishes.tops.any()),
@@ -479,40 +426,10 @@ class ShardedSampler:
         t.joined += len(drawn.join)
 
 
-def _shifts(row: SampleRow) -> bool:
-    """Whether `adjust` does anything to the row."""
-    s = row.sampling
-    return bool(
-        (s.min_tokens > row.index and s.stop_token_ids)
-        or s.logit_bias
-        or s.repetition_penalty != 1.0
-        or ((s.presence_penalty or s.frequency_penalty) and row.index)
-    )
-
-
-def _log_sums(found: NDArray[np.void]) -> NDArray[np.float64]:
-    """Log of the sum of exp of each row of `found` [ranks, rows]; NaN where it has none."""
-    values = found["value"].astype(np.float64)
-    top = values.max(axis=0)
-    sound = np.isfinite(top) & (found["state"] != NO_NUMBER).all(axis=0)
-    below = np.where(sound & np.isfinite(values), values - np.where(sound, top, 0.0), -np.inf)
-    total = np.cumsum(found["sum"] * exp(below), axis=0)[-1]
-    with np.errstate(divide="ignore"):
-        return np.where(sound, np.where(sound, top, 0.0) + np.log(np.where(sound, total, 1.0)), np.nan)
-
-
-def _split(listed: NDArray[np.void], counts: NDArray[np.int64]) -> list[NDArray[np.void]]:
-    """`listed` [ranks, all] by row."""
-    return np.split(listed, np.cumsum(counts)[:-1], axis=1) if len(counts) else []
-
-
-def _best(listed: NDArray[np.void], norm: float, count: int) -> list[tuple[int, float]]:
-    """(id, log-probability) of the `count` best of `listed` [ranks, most]."""
-    if count == 0 or np.isnan(norm):
-        return []
-    known = listed[listed["id"] >= 0]
-    best = known[np.lexsort((known["id"], -known["value"]))[:count]]
-    return [(int(i), float(value - norm)) for value, i in best.tolist()]
+def _no_answers(count: int) -> NDArray[np.void]:
+    answers = np.empty(count, _ANSWER)
+    answers["id"], answers["raw"] = -1, np.nan
+    return answers
 
 
 def _none(part: NDArray, every: BYTES) -> NDArray:
