@@ -107,11 +107,11 @@ async def test_the_end_of_a_rank_fails_the_instance_within_a_second_and_names_it
         if busy:
             await scheduler.result(3)
         began = time.monotonic()
-        os.kill(pids[2], number)
+        os.kill(pids[1], number)
         beat = await scheduler.hear(Beat, lambda beat: beat.info.state == "failed")
         assert time.monotonic() - began < NOTICED_S
-        assert f"rank 2 (pid {pids[2]}) was killed by {number.name}" in dict(beat.info.detail)["failure"]
-        with pytest.raises(EngineFailed, match="rank 2"):
+        assert f"rank 1 (pid {pids[1]}) was killed by {number.name}" in dict(beat.info.detail)["failure"]
+        with pytest.raises(EngineFailed, match="rank 1"):
             await asyncio.wait_for(worker.task, 5)
         assert time.monotonic() - began < 2 * NOTICED_S
         assert not [pid for rank, pid in pids.items() if rank and lives(pid)]

@@ -82,10 +82,11 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def test_two_nodes_compute_what_one_rank_does_and_end_together() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_two_nodes_compute_what_one_rank_does_and_end_together(host: str) -> None:
     async with running(settings(tp=1, nodes=1, group_secret="", rendezvous="")) as worker:
         alone = await tokens(worker)
-    group = settings()
+    group = settings(rendezvous=f"{host}:{free_port()}")
     with node(group) as other:
         async with running(group, START_S) as worker:
             assert await tokens(worker) == alone

@@ -7,14 +7,13 @@ import structlog
 
 from services.worker.collective.port import Collective, GroupLost
 from services.worker.group.facts import difference, facts_built, facts_of
-from services.worker.group.layout import Layout, layout_of, rank_settings
+from services.worker.group.layout import Layout, layout_of, rank_settings, spin_us
 from services.worker.group.lead import Lead
 from services.worker.group.local import start_local, start_rank
 from services.worker.group.meeting import Meeting
 from services.worker.group.members import Members
 from services.worker.group.membership import (
     LIMIT_S,
-    SPIN_US,
     Membership,
     can_native,
     make_memory,
@@ -34,6 +33,8 @@ def lead(settings: WorkerSettings, build: Build) -> tuple[Executor, Lead]:
     Raises `CannotStart` with what keeps the group from forming, and what `build` raises.
     """
     layout = layout_of(settings)
+    if not hasattr(os, "pidfd_open"):
+        raise CannotStart(f"tp={layout.size} needs Linux, whose pidfds tell how a rank ends")
     membership = Membership(0, layout.size)
     members = Members({rank: layout.node_of(rank) for rank in range(1, layout.size)}, membership.abort)
     formed = False
@@ -56,13 +57,11 @@ def _form(
 ) -> Executor:
     spare = len(parse_cores(settings.cores) or os.sched_getaffinity(0))
     own = {rank: rank_settings(settings, layout, rank, spare) for rank in layout.ranks_of(0)}
-    crowded = sum(each.threads for each in own.values()) > spare
-    spin_us = 0.0 if crowded else SPIN_US
     if layout.nodes == 1:
-        welcome = _of_one_node(settings, members, membership, own, spin_us)
+        welcome = _of_one_node(settings, members, membership, own)
     else:
-        welcome = _of_several(settings, layout, members, membership, own, spin_us)
-    executor = build(own[0], membership.join(welcome))
+        welcome = _of_several(settings, layout, members, membership, own)
+    executor = build(own[0], membership.join(welcome, spin_us(own[0], layout)))
     ours = facts_built(executor.info)
     members.until(lambda member: member.built, "has not loaded its part of the model", settings.group_start_s)
     for member in members.each.values():
@@ -78,14 +77,13 @@ def _of_one_node(
     members: Members,
     membership: Membership,
     own: Mapping[int, WorkerSettings],
-    spin_us: float,
 ) -> Welcome:
     native, floats = can_native(), most_floats(settings)
     if native:
         membership.memory_fd = make_memory(membership.size, floats)
     start_local(members, own, membership)
     members.until(lambda member: member.hello, "has not started", settings.group_start_s)
-    welcome = Welcome(native, floats, spin_us, LIMIT_S)
+    welcome = Welcome(native, floats, LIMIT_S)
     members.welcome(welcome)
     return welcome
 
@@ -96,7 +94,6 @@ def _of_several(
     members: Members,
     membership: Membership,
     own: Mapping[int, WorkerSettings],
-    spin_us: float,
 ) -> Welcome:
     native = False  # links are not compiled yet
     with Meeting(settings, layout, members, facts_of(settings)) as meeting:
@@ -107,7 +104,7 @@ def _of_several(
         except TimeoutError as error:
             raise TimeoutError(f"{error}{meeting.last_refused()}") from None
         native = native and all(member.hello and member.hello.can_native for member in members.each.values())
-        welcome = Welcome(native, most_floats(settings), spin_us, LIMIT_S, meeting.addresses())
+        welcome = Welcome(native, most_floats(settings), LIMIT_S, meeting.addresses())
         members.welcome(welcome)
         membership.peers |= meeting.peers.connected([], settings.group_secret, settings.group_start_s)
     return welcome

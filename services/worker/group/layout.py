@@ -1,5 +1,6 @@
-"""Who is in a group, and which part of its instance's machine each rank has. Pure."""
+"""Who is in a group, and which part of its instance's machine each rank has."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,8 @@ from services.worker.settings import WorkerSettings, parse_cores
 from shared.runtime.settings import SettingsError
 
 MOST_RANKS = 64
+
+SPIN_US = 20.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,17 @@ def rank_settings(settings: WorkerSettings, layout: Layout, rank: int, spare: in
         cores=",".join(map(str, share)),
         device=devices_of(settings.device, len(here))[place],
     )
+
+
+def spin_us(own: WorkerSettings, layout: Layout) -> float:
+    """How long this rank looks for the others before it sleeps: not at all where cores are to be shared.
+
+    `own`: what `rank_settings` made of the settings.
+    """
+    if own.cores:
+        return SPIN_US if own.threads <= len(parse_cores(own.cores)) else 0.0
+    computing = own.threads * len(layout.ranks_of(own.node_rank))
+    return SPIN_US if computing <= len(os.sched_getaffinity(0)) else 0.0
 
 
 def devices_of(text: str, ranks: int) -> list[str]:

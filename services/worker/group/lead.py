@@ -1,6 +1,5 @@
 """Rank 0's side of a formed group: it passes on what it computes, and is told when a rank is lost."""
 
-import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +56,6 @@ class Lead:
     def close(self) -> None:
         """Idempotent; the ranks have ended when it returns."""
         self._members.expect_ends()
-        with contextlib.suppress(GroupLost):
-            self._members.send(Close())
+        self._members.tell_all(Close())
         self._members.close(CLOSE_S)
         self._membership.close()

@@ -22,11 +22,12 @@ class Meeting:
     ) -> None:
         self._members, self._layout, self._facts = members, layout, facts
         self._at = settings.rendezvous
+        self._host, self._port = rendezvous_of(settings)
         self._hosts: dict[int, str] = {}
         self._refused = ""
         self.peers = Peers(0, layout.size)
         """Data connections, once the ranks are welcome."""
-        self._door = open_door(*rendezvous_of(settings), settings.group_secret, self._admit)
+        self._door = open_door(self._host, self._port, settings.group_secret, self._admit)
 
     def __enter__(self) -> "Meeting":
         return self
@@ -40,7 +41,7 @@ class Meeting:
 
     def addresses(self) -> list[str]:
         """HOST:PORT of the data connections of every rank that has said hello."""
-        found = [self._at]
+        found = [f"{self._host}:{self._port}"]
         for rank, member in sorted(self._members.each.items()):
             assert member.hello is not None
             found.append(f"{self._hosts[rank]}:{member.hello.data_port}")

@@ -4,6 +4,7 @@ A thread of its own listens to all of them, so that a loss is noticed within mil
 is computed.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -120,6 +121,13 @@ class Members:
             except ChannelLost as error:
                 self._lose(member, str(error))
                 raise self.explained(GroupLost(f"{member}: {error}")) from None
+
+    def tell_all(self, message: Message) -> None:
+        """To every rank that is still there."""
+        for member in self.each.values():
+            if member.channel is not None:
+                with contextlib.suppress(ChannelLost):
+                    member.channel.send(message)
 
     def until(self, done: Callable[[Member], Any], missing: str, limit_s: float) -> None:
         """Wait until all are `done`; logs every ten seconds who is not. Raises `GroupLost`, TimeoutError."""

@@ -15,9 +15,6 @@ from services.worker.settings import WorkerSettings
 LIMIT_S = 20.0
 """A rank that is alive but does not come to a collective for so long is lost."""
 
-SPIN_US = 20.0
-"""How long a rank looks for the others before it sleeps, if it has a core to itself."""
-
 _LEAST_FLOATS = 1 << 18
 
 
@@ -34,9 +31,9 @@ class Membership:
     _collective: Collective | None = None
     _reason: str = ""
 
-    def join(self, welcome: Welcome) -> Collective:
+    def join(self, welcome: Welcome, spin_us: float) -> Collective:
         """What the ranks compute through; it owns the connections from now on. Raises ValueError."""
-        collective = self._native(welcome) if welcome.native else self._plain(welcome)
+        collective = self._native(welcome, spin_us) if welcome.native else self._plain(welcome)
         self._collective = collective
         if self._reason:
             collective.abort(self._reason)
@@ -59,7 +56,7 @@ class Membership:
     def _plain(self, welcome: Welcome) -> Collective:
         return PlainCollective(self.rank, self.size, self.peers, welcome.limit_s)
 
-    def _native(self, welcome: Welcome) -> Collective:
+    def _native(self, welcome: Welcome, spin_us: float) -> Collective:
         from services.worker.collective.native import NativeCollective
 
         collective = NativeCollective(
@@ -68,7 +65,7 @@ class Membership:
             self.memory_fd,
             self.peers,
             most_floats=welcome.most_floats,
-            spin_us=welcome.spin_us,
+            spin_us=spin_us,
             limit_s=welcome.limit_s,
         )
         self._close_memory()

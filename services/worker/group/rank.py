@@ -13,6 +13,7 @@ from services.worker.executors import batch_for, build_executor
 from services.worker.group.channel import Channel, ChannelLost
 from services.worker.group.facts import facts_built, facts_of, host_name
 from services.worker.group.follower import Diverged, EndsWith, follow
+from services.worker.group.layout import layout_of, spin_us
 from services.worker.group.membership import can_native
 from services.worker.group.messages import Built, Failed, Hello, Refusal
 from services.worker.group.place import Place, handed, met
@@ -85,7 +86,7 @@ def _serve(settings: WorkerSettings, place: Place) -> None:
     if isinstance(welcome, Refusal):
         raise Refused(welcome.reason)
     place.complete(welcome, settings)
-    executor = build_executor(settings, membership.join(welcome))
+    executor = build_executor(settings, membership.join(welcome, spin_us(settings, layout_of(settings))))
     compute = Compute(executor, batch_for(settings, executor.info))
     try:
         channel.send(Built(facts_built(executor.info)))

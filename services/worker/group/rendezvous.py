@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import ipaddress
 import socket
 import threading
 import time
@@ -85,6 +86,11 @@ def open_door(host: str, port: int, secret: str, admit: Callable[[Caller, socket
         except OSError:
             listener.close()
             raise
+        bound = listener.getsockname()[0]
+        if ipaddress.ip_address(bound.partition("%")[0]).is_loopback and host not in (bound, "localhost"):
+            structlog.get_logger().warning(
+                "the rendezvous is an address that other machines cannot reach", host=host, address=bound
+            )
     except OSError as error:
         raise CannotStart(
             f"rendezvous {host}:{port}: nobody can listen there ({error.strerror or error}); name an address "
