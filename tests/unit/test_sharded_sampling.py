@@ -239,7 +239,7 @@ def test_many_rows_are_joined_in_messages_of_bounded_length(monkeypatch):
     ranks = Ranks(3000, [1000, 1500, 1600])
     check(ranks, logits_of(7), rows)
     # Slices, then what was drawn, then the logits of that before penalties.
-    assert ranks.lengths[1:] == [3 * 6000, 3 * 6000, 6000, 7 * 8, 7 * 8]
+    assert ranks.lengths[1:] == [3 * 5600, 3 * 5600, 5600, 7 * 8, 7 * 8]
 
 
 def test_the_best_k_of_many_equal_logits_are_those_with_the_lowest_ids():

@@ -219,6 +219,8 @@ class ShardedSampler:
         temperature: NDArray[np.float64],
         counts: NDArray[np.int64],
     ) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        if not len(which):
+            return np.empty(0, FOUND), np.empty(0, CANDIDATE)
         looks = np.empty(len(which), LOOK)
         looks["row"], looks["temperature"], looks["count"] = which, temperature, counts
         looks["at"] = np.cumsum(counts) - counts
@@ -271,15 +273,15 @@ class ShardedSampler:
         winner, top = values.argmax(axis=0), values.max(axis=0)
         sound = (found["state"] == FINITE) | (wishes.shifted & (found["state"] == INFINITE))
         finite = sound.all(axis=0) & np.isfinite(top)
-        below = np.where(np.isfinite(values) & finite, values - np.where(finite, top, 0.0), -np.inf)
-        mass = np.zeros(found.shape)
+        tokens, raw = found["id"][winner, rows].astype(np.int64), found["raw"][winner, rows]
+        drawn = _Drawn(tokens, raw, finite, top, np.zeros(found.shape))
+        here = wishes.drawn & finite
+        if not here.any():
+            return drawn
         if wishes.summed.any():
             temperature = np.where(wishes.summed, wishes.draws["temperature"], 1.0)
-            mass = found["sum"] * exp(below.astype(np.float64) / temperature)
-        drawn = _Drawn(
-            found["id"][winner, rows].astype(np.int64), found["raw"][winner, rows], finite, top, mass
-        )
-        here = wishes.drawn & finite
+            below = np.where(np.isfinite(values) & finite, values - np.where(finite, top, 0.0), -np.inf)
+            drawn.mass = found["sum"] * exp(below.astype(np.float64) / temperature)
         drawn.ask_id = np.flatnonzero(here & ~wishes.filtered).tolist()
         drawn.join = np.flatnonzero(here & wishes.filtered & (wishes.listed == 0)).tolist()
         which = np.flatnonzero(here & wishes.filtered & (wishes.listed > 0))
