@@ -1,8 +1,12 @@
 """A group's ranks that compute with torch, against the whole model: any split, architecture and format."""
 
+from collections import deque
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_support import save_tiny
 from hypothesis import given, settings
@@ -12,14 +16,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from services.worker.collective.port import LOOPBACK, Collective, GroupLost  # noqa: E402
+from services.worker.collective.tensors import HostReducer  # noqa: E402
 from services.worker.engine.cuda.chunks import cut_batch  # noqa: E402
+from services.worker.engine.cuda.decoder import CudaDecoder  # noqa: E402
+from services.worker.engine.cuda.draw import PlainDraw, draw_plain, draw_split  # noqa: E402
 from services.worker.engine.decoder import TorchDecoder  # noqa: E402
 from services.worker.engine.device import Device  # noqa: E402
 from services.worker.engine.kvcache import KvCache, KvPlan  # noqa: E402
 from services.worker.engine.shards import ShardedFolder, shard_of  # noqa: E402
 from services.worker.engine.weights import ModelFolder  # noqa: E402
+from services.worker.step import NOT_FINITE  # noqa: E402
+from tests.support.device_executor import kv_with_scratch  # noqa: E402
 from tests.support.thread_group import ThreadRank, on_ranks  # noqa: E402
-from tests.support.tp_steps import ARCHITECTURES, BLOCK, Steps, family_and_sizes, joined  # noqa: E402
+from tests.support.tp_steps import ARCHITECTURES, BLOCK, Steps, cut, family_and_sizes, joined  # noqa: E402
 
 pytest_plugins = ("tests.support.torch_threads",)
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -40,6 +49,46 @@ def reference(
     kv = KvCache(own.config, KvPlan(BLOCK, 0, steps.blocks), "float32", CPU)
     decoder = TorchDecoder(own, Device("cpu", dtype), kv, deterministic, end)
     return [decoder.forward(batch).clone() for batch in steps.batches]
+
+
+class Late:
+    """`Begin` whose sums are made when they land, oldest first; until then there is nothing to be read."""
+
+    def __init__(self, reducer: HostReducer) -> None:
+        self._reducer = reducer
+        self._flying: deque[tuple[Any, Any]] = deque()
+        self.most = 0
+        self.sizes: list[int] = []
+
+    def __call__(self, part: Any) -> Any:
+        mine = part.clone()
+        part.fill_(float("nan"))
+        self._flying.append((part, mine))
+        self.most = max(self.most, len(self._flying))
+        self.sizes.append(part.numel())
+
+        def land() -> Any:
+            while any(target is part for target, _ in self._flying):
+                target, value = self._flying.popleft()
+                target.copy_(self._reducer.all_reduce(value))
+            return part
+
+        return land
+
+
+@torch.inference_mode()
+def on_device(
+    path: Path, steps: Steps, end: Any, chunks: int, dtype: Any = torch.float32, late: bool = True
+) -> tuple[list[Any], Late]:
+    """Logits of each step on this rank, by the CUDA path on a CPU, and what its overlapped sums were."""
+    own, reducer = shard(path, end), HostReducer(end)
+    kv = kv_with_scratch(own.config, "float32", CPU, steps.blocks, BLOCK)
+    decoder = CudaDecoder(own, kv, dtype, reducer=reducer)
+    decoder.plan = lambda tokens: cut(tokens, chunks)
+    aside = Late(reducer)
+    if late:
+        decoder._aside = aside
+    return [decoder.forward(batch).clone() for batch in steps.batches], aside
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +193,137 @@ def test_waiting_for_other_ranks_is_counted_apart_from_computing(nine_heads: Pat
 
     assert "exposed communication" not in spent(LOOPBACK)
     assert all(each["exposed communication"] > 0 for each in on_ranks(2, spent))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    architecture=ARCHITECTURES,
+    size=st.integers(2, 4),
+    chunks=st.integers(1, 6),
+    late=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_the_device_path_computes_it_too_however_a_step_is_cut_and_however_late_sums_land(
+    tmp_path_factory: pytest.TempPathFactory,
+    architecture: dict[str, Any],
+    size: int,
+    chunks: int,
+    late: bool,
+    seed: int,
+) -> None:
+    path = tmp_path_factory.mktemp("model")
+    family, sizes = family_and_sizes(architecture)
+    size = min(size, sizes["num_attention_heads"])
+    save_tiny(family, path, seed % 1000, **sizes)
+    steps = Steps(seed, sizes["vocab_size"])
+    expected = reference(path, steps)
+    got = on_ranks(size, lambda end: on_device(path, steps, end, chunks, late=late)[0])
+    for one, other in zip(expected, joined(got), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_in_sixteen_bit_stay_close_to_float32(nine_heads: Path) -> None:
+    steps = Steps(7, 199)
+    got = on_ranks(3, lambda end: on_device(nine_heads, steps, end, 3, torch.bfloat16)[0])
+    for one, other in zip(reference(nine_heads, steps), joined(got), strict=True):
+        assert float((other - one).abs().max()) < 0.08 * float(one.abs().max())
+
+
+def test_sums_of_one_chunk_travel_while_others_are_computed(nine_heads: Path) -> None:
+    steps = Steps(3, 199, sequences=1)
+    tokens, hidden, layers = steps.batches[0].size, 144, 3
+    steps.batches = steps.batches[:1]
+    for _, sums in on_ranks(2, lambda end: on_device(nine_heads, steps, end, 4)):
+        assert sums.most == 4
+        # Of the last layer only what leads to the logits: a chunk without any sends nothing of it.
+        assert sum(sums.sizes) == tokens * hidden * (1 + 2 * (layers - 1)) + 2 * hidden
+
+
+@given(seed=st.integers(0, 10**6), chunks=st.integers(1, 12))
+def test_chunks_of_a_step_are_its_tokens_once_each_and_see_what_they_would_have_seen(
+    seed: int, chunks: int
+) -> None:
+    for batch in Steps(seed, 100).batches:
+        plan = cut(batch.size, chunks)
+        parts = cut_batch(batch, plan)
+        assert [part.size for part in parts] == [b - a for a, b in pairwise(plan.tolist())]
+        for name in ("tokens", "positions", "write_block", "write_offset"):
+            joint = np.concatenate([getattr(part, name) for part in parts])
+            assert joint.tolist() == getattr(batch, name).tolist()
+        wanted = [start + part.logit_tokens for start, part in zip(plan, parts)]
+        assert np.concatenate(wanted).tolist() == batch.logit_tokens.tolist()
+        row_of = np.repeat(np.arange(batch.rows), np.diff(batch.row_start))
+        for start, part in zip(plan, parts):
+            for row in range(part.rows):
+                first, stop = part.row_start[row], part.row_start[row + 1]
+                assert stop > first
+                whole = row_of[start + first : start + stop]
+                assert len(set(whole.tolist())) == 1
+                assert part.block_table[row].tolist() == batch.block_table[whole[0]].tolist()
+                assert part.kv_len[row] == part.positions[stop - 1] + 1
+
+
+def test_a_plan_that_is_not_of_this_step_is_refused() -> None:
+    batch = Steps(1, 100).batches[0]
+    for plan in ([0, batch.size + 1], [1, batch.size], [0, 3, 3, batch.size]):
+        with pytest.raises(ValueError, match="chunk plan"):
+            cut_batch(batch, plan)
+
+
+def test_a_part_of_a_model_is_refused_without_the_other_ranks(nine_heads: Path) -> None:
+    own = shard_of(ModelFolder(nine_heads), 0, 2, filled=True)
+    kv = kv_with_scratch(own.config, "float32", CPU, 4, BLOCK)
+    with pytest.raises(ValueError, match="split 2 ways"):
+        CudaDecoder(own, kv, torch.float32)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**31), size=st.integers(1, 4), rows=st.integers(1, 6), warm=st.booleans())
+def test_drawing_from_a_split_vocabulary_gives_every_rank_the_token_of_the_whole(
+    seed: int, size: int, rows: int, warm: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    vocab = int(rng.integers(size, 200))
+    logits = torch.from_numpy(rng.normal(0, 5, (rows, vocab)).astype(np.float32).round(1))
+    if rows > 2:
+        logits[1, int(rng.integers(vocab))] = float(rng.choice([np.nan, np.inf, -np.inf]))
+    temperature = rng.choice([0.0, 0.3, 1.0, 4.0], rows).astype(np.float32) * np.float32(warm)
+    plan = PlainDraw(np.arange(rows, dtype=np.int32), temperature, rng.random(rows))
+    bounds = [0, *sorted(rng.choice(np.arange(1, vocab), size - 1, replace=False).tolist()), vocab]
+    expected = draw_plain(logits, plan)
+
+    def work(end: ThreadRank) -> Any:
+        first, stop = bounds[end.rank], bounds[end.rank + 1]
+        return draw_split(logits[:, first:stop].contiguous(), plan, first, HostReducer(end))
+
+    drawn = on_ranks(size, work)
+    assert all(torch.equal(drawn[0], other) for other in drawn)
+    assert int(drawn[0][1]) == NOT_FINITE if rows > 2 else True
+    for row in torch.nonzero(drawn[0] != expected).flatten().tolist():
+        # Only where the uniform falls on a boundary, but for rounding.
+        mass = (logits[row].double() / float(temperature[row])).softmax(-1).cumsum(-1)
+        assert float((mass - plan.uniform[row]).abs().min()) < 1e-6
+
+
+@torch.inference_mode()
+def test_what_a_group_drew_feeds_its_next_step_on_every_rank(nine_heads: Path) -> None:
+    steps = Steps(9, 199)
+    first, then = steps.batches[2], steps.batches[3]
+    slots = np.arange(first.rows, dtype=np.int32)
+    plan = PlainDraw(slots, np.zeros(first.rows, np.float32), np.zeros(first.rows))
+
+    def work(end: ThreadRank) -> Any:
+        own = shard(nine_heads, end)
+        kv = kv_with_scratch(own.config, "float32", CPU, steps.blocks, BLOCK)
+        decoder = CudaDecoder(own, kv, torch.float32, reducer=HostReducer(end))
+        for batch in steps.batches[:2]:
+            decoder.forward(batch)
+        tokens = decoder.draw(decoder.forward(first), plan)
+        fed = decoder.forward(replace(then, tokens=-1 - slots)).clone()
+        told = decoder.forward(replace(then, tokens=tokens.numpy().astype(np.int32))).clone()
+        return tokens, fed, told
+
+    results = on_ranks(3, work)
+    for tokens, fed, told in results:
+        assert torch.equal(tokens, results[0][0])
+        assert torch.equal(fed, told)

@@ -16,10 +16,14 @@ class Reducer(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def queues(self) -> bool:
+        """Sums are queued on the device's current stream and nobody waits, so that a graph can hold them."""
+        ...
+
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """`part`, contiguous floats, replaced by the sum over all ranks: the same bits everywhere.
 
-        On a device it is queued on the current stream and nobody waits, unless the reducer says otherwise.
         May raise `GroupLost`.
         """
         ...
@@ -30,6 +34,8 @@ class HostReducer:
 
     Parts of 16 bit are added up in float32 and rounded once.
     """
+
+    queues = False
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective

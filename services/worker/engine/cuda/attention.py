@@ -39,8 +39,9 @@ class PagedAttention(Protocol):
         """Table columns a captured step has on the device if its longest row holds `blocks`."""
         ...
 
-    def plan(self, batch: RaggedBatch, fixed: bool) -> None:
-        """Get ready for `batch`, outside any graph. `fixed`: it is padded and its graph is replayed."""
+    def plan(self, batch: RaggedBatch, fixed: bool, place: int = 0) -> None:
+        """Get ready for `batch`, outside any graph. `fixed`: it is padded and its graph is replayed. `place`:
+        which of several batches of a pass it is, whose attention is all computed afterwards."""
         ...
 
     def begin(self, inputs: StepInputs) -> Attend:
@@ -64,7 +65,7 @@ class GatheredAttention:
             width *= 2
         return min(width, max(self._most, blocks))
 
-    def plan(self, batch: RaggedBatch, fixed: bool) -> None:
+    def plan(self, batch: RaggedBatch, fixed: bool, place: int = 0) -> None:
         counts, columns = np.diff(batch.row_start), batch.block_table.shape[1]
         row_bytes = self._kv.rows.shape[1] * self._kv.data.element_size() * self._config.kv_heads * columns
         most = max(1, _GATHER_BYTES // row_bytes)
@@ -144,31 +145,32 @@ class FlashInferAttention:
         self._workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
         most = BUCKETS[-1] * -(-config.max_len // kv.block_tokens)
         self._pages = torch.zeros(most, dtype=torch.int32, device=device)
-        self._mixed = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        self._mixed: list[Any] = []
+        """By place; they are run one after the other, so that one workspace serves all."""
         self._fixed: dict[int, Any] = {}
-        self._planned = torch.cuda.Event()
-        self._now: Any = self._mixed
+        self._planned: dict[int, torch.cuda.Event] = {}
+        self._now: Any = None
 
     def width(self, blocks: int) -> int:
         return 0
 
-    def plan(self, batch: RaggedBatch, fixed: bool) -> None:
+    def plan(self, batch: RaggedBatch, fixed: bool, place: int = 0) -> None:
         c = self._config
+        self._now = self._fixed_rows(batch.rows) if fixed else self._mixed_rows(place)
         # A plan is written to pinned memory of the wrapper, from where the former may still be on its way.
-        self._planned.synchronize()
+        planned = self._planned.setdefault(id(self._now), torch.cuda.Event())
+        planned.synchronize()
         starts, pages, ends = map(torch.from_numpy, page_lists(batch, self._kv.block_tokens))
         # The other two are read on the host. This one would be copied with a wait for the device.
         pages = pages.pin_memory().to(self._kv.data.device, non_blocking=True)
         shape = (c.heads, c.kv_heads, c.head_dim, self._kv.block_tokens)
         formats = {"q_data_type": self._dtype, "kv_data_type": self._kv.data.dtype}
         if fixed:
-            self._now = self._fixed_rows(batch.rows)
             self._now.plan(starts, pages, ends, *shape, **formats)
         else:
-            self._now = self._mixed
             row_start = torch.from_numpy(batch.row_start)
             self._now.plan(row_start, starts, pages, ends, *shape, causal=True, **formats)
-        self._planned.record()
+        planned.record()
 
     def begin(self, inputs: StepInputs) -> Attend:
         wrapper = self._now
@@ -182,6 +184,12 @@ class FlashInferAttention:
             self.plan(batch, fixed)
             self._now.run(q, self._planes[0])
         torch.cuda.synchronize()
+
+    def _mixed_rows(self, place: int) -> Any:
+        while len(self._mixed) <= place:
+            wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+            self._mixed.append(wrapper)
+        return self._mixed[place]
 
     def _fixed_rows(self, rows: int) -> Any:
         """The wrapper of captured steps of `rows` rows; its buffers stay where its graph expects them."""

@@ -3,12 +3,16 @@
 The rules are those of `services.worker.engine.sampler`; whatever is not plain is drawn there, on the host.
 """
 
+import itertools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.worker.collective.tensors import Reducer
 from services.worker.engine.sampler import COLDEST, HOTTEST
 from services.worker.engine.uniform import uniforms
 from services.worker.step import I32, NOT_FINITE, SlotArrays, StepInput
@@ -99,13 +103,61 @@ def draw_plain(logits: torch.Tensor, plan: PlainDraw) -> torch.Tensor:
     return torch.where(low.isfinite() & high.isfinite(), tokens, NOT_FINITE)
 
 
+def draw_split(logits: torch.Tensor, plan: PlainDraw, first: int, reducer: Reducer) -> torch.Tensor:
+    """As `draw_plain` and the same on every rank; `logits` [rows, own] are of vocabulary from `first` on.
+
+    One small sum tells all ranks what each found, and a second what the owner of a row's stretch of mass has
+    drawn, if some row is not greedy. Token ids travel as floats: there are fewer than 2²⁴.
+    """
+    low, high = logits.aminmax(dim=-1)
+    best = logits.argmax(dim=-1)
+    warm = uniform = mass = ends = None
+    if plan.temperature.any():
+        numbers = np.stack([plan.temperature, plan.uniform])
+        temperature, uniform = upload(torch.from_numpy(numbers), logits.device)
+        warm = torch.where(temperature > 0, temperature, 1.0)
+        below = (logits - high[:, None]) / warm[:, None].float()
+        ends = below.exp().double().cumsum(dim=-1)
+        mass = ends[:, -1]
+    found = logits.new_zeros(reducer.size, len(logits), 5)
+    mine = found[reducer.rank]
+    mine[:, 0], mine[:, 1] = high, (best + first).float()
+    mine[:, 2] = (low.isfinite() & high.isfinite()).float()
+    if mass is not None:
+        # A double is two floats.
+        mine[:, 3] = mass.float()
+        mine[:, 4] = (mass - mass.float().double()).float()
+    # Zeros and one number: a sum that gathers, exactly.
+    reducer.all_reduce(found)
+    highs, finite = found[:, :, 0], (found[:, :, 2] > 0).all(dim=0)
+    winner = highs.argmax(dim=0)  # the first, whose ids are the lowest
+    tokens = found[:, :, 1].gather(0, winner[None])[0].long()
+    if mass is not None and ends is not None and uniform is not None and warm is not None:
+        scale = ((highs - highs.amax(dim=0)).double() / warm).exp()
+        masses = (found[:, :, 3].double() + found[:, :, 4].double()) * scale
+        upto = masses.cumsum(dim=0)
+        target = uniform * upto[-1]
+        # The first rank that ends behind the target; a product rounded up to the total is the last one's.
+        owner = (upto <= target).sum(dim=0)
+        last = (upto < upto[-1]).sum(dim=0)
+        owner = torch.minimum(owner, last)
+        rest = (target - (upto - masses)[reducer.rank]) / scale[reducer.rank]
+        place = torch.searchsorted(ends, rest[:, None], right=True)
+        place = torch.minimum(place, torch.searchsorted(ends, ends[:, -1:].contiguous()))[:, 0]
+        told = torch.where(owner == reducer.rank, (place + first).float(), 0.0)
+        tokens = torch.where(temperature > 0, reducer.all_reduce(told).long(), tokens)
+    return torch.where(finite, tokens, NOT_FINITE)
+
+
 class OnTheWay:
     """A tensor that is being copied to the host behind what its device has been given so far.
 
-    Nothing given to the device afterwards delays it: a further step may be, before `wait`.
+    Nothing given to the device afterwards delays it: a further step may be, before `wait`. `check` is called
+    every millisecond of waiting, which ends with what it raises: who waits for a lost rank waits for ever.
     """
 
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, value: torch.Tensor, check: Callable[[], None] | None = None) -> None:
+        self._check = check
         self._arrived: torch.cuda.Event | None = None
         if value.device.type != "cuda":
             self._host = value.clone()
@@ -121,9 +173,21 @@ class OnTheWay:
 
     def wait(self) -> torch.Tensor:
         """The copy, on the CPU."""
-        if self._arrived is not None:
+        if self._arrived is not None and self._check is None:
             self._arrived.synchronize()
+        elif self._arrived is not None and self._check is not None:
+            await_checked(self._arrived.query, self._check)
         return self._host
+
+
+def await_checked(ready: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Until `ready`, looking every 0.1 ms; `check` every millisecond. What either raises ends the wait."""
+    for looked in itertools.count():
+        if ready():
+            return
+        if looked % 10 == 9:
+            check()
+        time.sleep(1e-4)
 
 
 def upload(value: torch.Tensor, device: torch.device) -> torch.Tensor:
