@@ -188,7 +188,7 @@ class NativeCollective:
                 self._library.hortator_lose(self._group, reason.encode())
 
     def close(self) -> None:
-        """The others lose the group when they next wait for this rank. No call of this one may be under way."""
+        """The others lose the group when they next wait for this rank. No call may be under way here."""
         with self._losing:
             group, self._group = self._group, None
             if group is not None:

@@ -200,7 +200,8 @@ class Link {
                 lock.unlock();
                 went = write(task.piece, task.sent, 0);
             }
-            if (went < 0 && !left() && !stopping_.load()) {
+            // A closed connection is the receiver's to judge: the peer may have said goodbye before.
+            if (went < 0 && errno != EPIPE && errno != ECONNRESET) {
                 loss_.declare("rank " + std::to_string(peer_) + " cannot be reached: " + std::strerror(errno));
             }
             done(task.piece);
