@@ -6,10 +6,8 @@ import time
 import numpy as np
 import pytest
 
-pytest.importorskip("numpy")
-
 from services.worker.collective import abi
-from services.worker.collective.port import GroupLost
+from services.worker.collective.port import Collective, GroupLost
 from services.worker.engine.native import build
 from tests.support.collective_groups import KINDS, Kind, dawdle, in_order, on_ranks, parts_of
 from tests.support.collective_passes import Pass
@@ -47,6 +45,11 @@ def check_sum(kind: Kind, got: list[np.ndarray], parts: list[np.ndarray]) -> Non
     np.testing.assert_allclose(got[0], exact, atol=1e-5)
     if kind.in_rank_order:
         assert np.array_equal(got[0], in_order(parts))
+
+
+def sums_of(end: Collective, lengths: list[int]) -> None:
+    for floats in lengths:
+        end.all_reduce(np.ones(floats, np.float32))
 
 
 def test_a_sum_is_that_of_all_parts_and_has_the_same_bits_on_all_ranks(kind):
@@ -154,10 +157,9 @@ def test_a_native_pass_gathers_parts_by_rank(passes):
 
 def test_ranks_that_send_different_messages_lose_the_group_instead_of_adding_them(several):
     def work(end):
+        end.all_reduce(np.ones(100, np.float32))
         with pytest.raises(GroupLost):
-            for floats in (100, 100 + end.rank):
-                end.all_reduce(np.ones(floats, np.float32))
-            end.all_reduce(np.ones(100, np.float32))
+            sums_of(end, [100 + end.rank, 100])
         return True
 
     assert all(on_ranks(several.ends(several.sizes[0]), work))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from services.worker.collective import abi
-from services.worker.collective.port import BYTES, F32, GroupLost
+from services.worker.collective.port import BYTES, F32, Collective, GroupLost
 
 GATHER, RING = "gather", "ring"
 """Every rank gets every part and adds them in rank order; gloo's own, each piece summed on one rank."""
@@ -39,6 +39,21 @@ def open_store(address: str, rank: int, size: int, limit_s: float = 60.0) -> dis
     if scheme == "tcp" and host and port.isdecimal():
         return dist.TCPStore(host, int(port), size, rank == 0, timedelta(seconds=limit_s))
     raise ValueError(f"rendezvous {address!r}: give file:///PATH or tcp://HOST:PORT")
+
+
+def shared_store(collective: Collective, host: str = "127.0.0.1", limit_s: float = 60.0) -> dist.Store:
+    """A store of a group that is formed already, for what torch forms in it. All ranks call it at once.
+
+    `host`: an address by which all of them reach rank 0, which keeps it. Raises `GroupLost`.
+    """
+    limit = timedelta(seconds=limit_s)
+    port = np.zeros(1, np.int32)
+    store: dist.Store | None = None
+    if collective.rank == 0:
+        store = dist.TCPStore(host, 0, None, True, limit, wait_for_workers=False)
+        port[0] = store.port
+    told = int(collective.gather(port.view(np.uint8))[0].view(np.int32)[0])
+    return store or dist.TCPStore(host, told, None, False, limit, wait_for_workers=False)
 
 
 @dataclass(frozen=True)
