@@ -82,7 +82,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("[::1]", marks=pytest.mark.mesh)])
 async def test_two_nodes_compute_what_one_rank_does_and_end_together(host: str) -> None:
     async with running(settings(tp=1, nodes=1, group_secret="", rendezvous="")) as worker:
         alone = await tokens(worker)
@@ -132,6 +132,7 @@ def test_the_end_of_node_0_ends_the_other_ranks() -> None:
         assert other.process.returncode == 1
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("other", "theirs", "ours"),
     [
@@ -160,6 +161,7 @@ async def test_a_node_that_differs_is_told_what_differs_and_the_right_one_still_
     assert ours in capfd.readouterr().out
 
 
+@pytest.mark.mesh
 async def test_a_node_that_does_not_come_is_named_with_what_was_turned_away() -> None:
     group = settings(group_start_s=2.0)
     with pytest.raises(CannotStart) as missing:
@@ -168,6 +170,7 @@ async def test_a_node_that_does_not_come_is_named_with_what_was_turned_away() ->
     assert "rank 2 (node 1): has not connected to 127.0.0.1:" in str(missing.value)
 
 
+@pytest.mark.mesh
 async def test_a_node_says_that_node_0_does_not_come() -> None:
     with node(settings(group_start_s=1.0)) as lonely:
         refusal = await asyncio.to_thread(lonely.refusal)
@@ -175,6 +178,7 @@ async def test_a_node_says_that_node_0_does_not_come() -> None:
     assert "Connection refused" in refusal
 
 
+@pytest.mark.mesh
 async def test_strangers_and_slow_callers_do_not_keep_a_group_from_forming(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

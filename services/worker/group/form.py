@@ -95,7 +95,7 @@ def _of_several(
     membership: Membership,
     own: Mapping[int, WorkerSettings],
 ) -> Welcome:
-    native = False  # links are not compiled yet
+    native = can_native()
     with Meeting(settings, layout, members, facts_of(settings)) as meeting:
         for rank in range(1, len(own)):
             members.started(rank, start_rank(own[rank], ["--rank", str(rank)]))

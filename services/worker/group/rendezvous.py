@@ -33,19 +33,31 @@ class Door:
         self._listener = listener
         self._secret = secret
         self._admit = admit
-        self._places = threading.Semaphore(MOST_AT_ONCE)
-        threading.Thread(target=self._listen, name="rendezvous", daemon=True).start()
+        self._inside: set[threading.Thread] = set()
+        self._unproved: set[socket.socket] = set()
+        # callers at the door, each in a thread of its own, and the connections of those not yet believed
+        self._changing = threading.Lock()
+        self._thread = threading.Thread(target=self._listen, name="rendezvous", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Nobody is let in any more. Idempotent."""
+        """Nobody is let in any more, and who is under examination is turned away. Idempotent."""
         with contextlib.suppress(OSError):
             # Closing alone would not wake the thread.
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._listener.close()
+        with self._changing:
+            inside = list(self._inside)
+            for sock in self._unproved:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        for thread in inside:
+            thread.join()
 
     def _listen(self) -> None:
         while True:
@@ -56,22 +68,32 @@ class Door:
                     time.sleep(_RETRY_S)
                     continue
                 return
-            if not self._places.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._examine, args=(sock, address[0]), name="rendezvous", daemon=True
-            ).start()
+            )
+            with self._changing:
+                if len(self._inside) >= MOST_AT_ONCE:
+                    sock.close()
+                    continue
+                self._inside.add(thread)
+                self._unproved.add(sock)
+                thread.start()
 
     def _examine(self, sock: socket.socket, host: str) -> None:
         try:
             keep_watch(sock)
-            self._admit(examine(sock, self._secret), sock)
+            caller = examine(sock, self._secret)
+            with self._changing:
+                self._unproved.discard(sock)
+            self._admit(caller, sock)
         except (OSError, NotOfTheGroup) as error:
-            sock.close()
             structlog.get_logger().warning("turned away at the rendezvous", host=host, why=str(error))
+            with self._changing:
+                self._unproved.discard(sock)
+                sock.close()
         finally:
-            self._places.release()
+            with self._changing:
+                self._inside.discard(threading.current_thread())
 
 
 def open_door(host: str, port: int, secret: str, admit: Callable[[Caller, socket.socket], None]) -> Door:
