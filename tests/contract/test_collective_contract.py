@@ -157,9 +157,8 @@ def test_a_native_pass_gathers_parts_by_rank(passes):
 
 def test_ranks_that_send_different_messages_lose_the_group_instead_of_adding_them(several):
     def work(end):
-        end.all_reduce(np.ones(100, np.float32))
-        with pytest.raises(GroupLost):
-            sums_of(end, [100 + end.rank, 100])
+        with pytest.raises(GroupLost, match="out of step|has ended"):
+            sums_of(end, [100, 100 + end.rank, 100])
         return True
 
     assert all(on_ranks(several.ends(several.sizes[0]), work))

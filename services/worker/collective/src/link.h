@@ -231,7 +231,7 @@ class Link {
     void hear(int64_t bytes) {
         char reason[kReasonBytes + 1] = {};
         if (bytes < 0 || bytes > kReasonBytes || !read(reason, size_t(bytes))) reason[0] = 0;
-        loss_.declare("rank " + std::to_string(peer_) + " gave up: " + reason);
+        loss_.declare("rank " + std::to_string(peer_) + " gave up: " + reason, true);
     }
 
     bool read(void* to, size_t bytes) {

@@ -35,7 +35,7 @@ class Links {
         }
         loss_.on_loss([this] {
             const std::string reason = loss_.reason();
-            each_link([&](Link& link) { link.give_up(reason); });
+            if (!loss_.told()) each_link([&](Link& link) { link.give_up(reason); });
             wake_landing();
             wake_sent();
         });
@@ -48,7 +48,9 @@ class Links {
     }
 
     ~Links() {
-        if (!loss_.lost()) each_link([](Link& link) { link.leave(kGoodbye_s); });
+        const bool lost = loss_.lost();
+        const std::string reason = loss_.reason();
+        each_link([&](Link& link) { lost ? link.give_up(reason) : link.leave(kGoodbye_s); });
         each_link([](Link& link) { link.stop(); });
         for (Flight& flight : flights_) {
             for (auto& pieces : flight.arrived) {
@@ -93,7 +95,7 @@ class Links {
         flight.begun = true;
         for (const auto& pieces : flight.arrived) {
             for (const Arrived& piece : pieces) {
-                if (!alike(flight, piece.head)) return out_of_step();
+                if (!alike(flight, piece.head)) return out_of_step(flight, piece.head);
             }
         }
         advance(flight, number);
@@ -212,7 +214,7 @@ class Links {
             if (flight.begun) {
                 const Step* const step = step_for(flight, peer);
                 if (!alike(flight, head) || !step || step->range.count != head.count) {
-                    out_of_step();
+                    out_of_step(flight, head);
                     return nullptr;
                 }
                 if (step->what == Step::kTake) return flight.own + step->range.first;
@@ -246,7 +248,10 @@ class Links {
         return head.shape == flight.shape && head.floats == flight.floats;
     }
 
-    void out_of_step() { loss_.declare("the ranks are out of step: they send different messages"); }
+    void out_of_step(const Flight& flight, const Head& head) {
+        loss_.declare("the ranks are out of step: a message of " + std::to_string(head.floats) + " floats where one of " +
+                      std::to_string(flight.floats) + " was due, or by another algorithm");
+    }
 
     // Does what can be done of the message. Its mutex is held.
     void advance(Flight& flight, uint32_t number) {
@@ -286,7 +291,7 @@ class Links {
     bool due(Flight& flight, int64_t peer, const Range& range) {
         if (flight.arrived[peer].empty()) return false;
         if (flight.arrived[peer].front().head.count == range.count) return true;
-        out_of_step();
+        out_of_step(flight, flight.arrived[peer].front().head);
         return false;
     }
 

@@ -12,13 +12,15 @@ class Loss {
   public:
     bool lost() const { return lost_.load(std::memory_order_acquire); }
 
-    // From any thread; the first reason stays. Whoever waits for something of the group is woken.
-    void declare(const std::string& reason) {
+    // From any thread; the first reason stays. Whoever waits for something of the group is woken. `told`: by another
+    // rank, which tells all of them.
+    void declare(const std::string& reason, bool told = false) {
         std::vector<std::function<void()>> heard;
         {
             std::lock_guard lock(mutex_);
             if (lost()) return;
             reason_ = reason;
+            told_ = told;
             lost_.store(true, std::memory_order_release);
             heard = heard_;
         }
@@ -30,6 +32,11 @@ class Loss {
         return reason_;
     }
 
+    bool told() const {
+        std::lock_guard lock(mutex_);
+        return told_;
+    }
+
     // `call` is called once the group is lost. Before anything can lose it.
     void on_loss(std::function<void()> call) { heard_.push_back(std::move(call)); }
 
@@ -37,6 +44,7 @@ class Loss {
     mutable std::mutex mutex_;
     std::atomic<bool> lost_{false};
     std::string reason_;
+    bool told_ = false;
     std::vector<std::function<void()>> heard_;
 };
 

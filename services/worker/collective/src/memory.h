@@ -159,7 +159,7 @@ class Memory {
         std::lock_guard lock(watching_);
         if (header_->lost.load(std::memory_order_acquire)) {
             const bool said = header_->lost.load(std::memory_order_acquire) == 2;
-            loss_.declare(said ? header_->reason : "another rank gave up");
+            loss_.declare(said ? header_->reason : "another rank gave up", true);
         }
         for (int64_t r = 0; r < size_ && !loss_.lost(); r++) {
             if (ended(r)) loss_.declare("rank " + std::to_string(r) + " has ended");
