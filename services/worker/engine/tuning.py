@@ -87,25 +87,31 @@ def measure_crossovers(
 
 
 def crossovers(
-    collective: Collective, most_bytes: int, depends_on: dict[str, object], anew: bool = False
+    collective: Collective,
+    most_bytes: int,
+    depends_on: dict[str, object],
+    anew: bool = False,
+    through: object = None,
 ) -> CrossoverTable | None:
     """The table of this group, in use afterwards: remembered by what it depends on, or measured.
 
-    The same on all ranks; None of a transport that knows one way only.
+    The same on all ranks; None of a transport that knows one way only. `through`: what sums go through, if it
+    is not the collective itself.
     """
-    if not isinstance(collective, Timed):
+    timed = collective if through is None else through
+    if not isinstance(timed, Timed):
         return None
     memory = Remembered(CrossoverTable, "crossovers", depends_on)
     known = memory.recall() if collective.rank == 0 and not anew else None
     told = from_rank_0(collective, msgspec.msgpack.encode(known))
     table = msgspec.msgpack.decode(told, type=CrossoverTable | None)
     if table is None:
-        measured = measure_crossovers(collective, sizes_to_measure(most_bytes))
+        measured = measure_crossovers(timed, sizes_to_measure(most_bytes))
         told = from_rank_0(collective, msgspec.msgpack.encode(measured))
         table = msgspec.msgpack.decode(told, type=CrossoverTable)
         if collective.rank == 0:
             memory.keep(table)
-    use(collective, table)
+    use(timed, table)
     return table
 
 
