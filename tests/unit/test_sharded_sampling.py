@@ -191,13 +191,15 @@ def logits_of(rows: int, vocab: int = 3000, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((rows, vocab)) * 3).astype(np.float32)
 
 
-def test_greedy_rows_need_one_message_that_no_vocabulary_makes_longer():
+@pytest.mark.parametrize("looks", LOOKS)
+def test_greedy_rows_need_one_message_that_no_vocabulary_makes_longer(looks):
     for vocab in (3000, 6000):
-        ranks = Ranks(vocab, [vocab // 2])
+        ranks = Ranks(vocab, [vocab // 2], looks)
         check(ranks, logits_of(32, vocab), greedy(32))
         assert ranks.lengths == [8 + 32 * 24]
 
 
+@pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize(
     ("asked", "messages"),
     [
@@ -212,8 +214,8 @@ def test_greedy_rows_need_one_message_that_no_vocabulary_makes_longer():
     ],
     ids=str,
 )
-def test_only_rows_that_need_it_cost_a_second_message_and_it_is_short(asked, messages):
-    ranks = Ranks(3000, [1000, 1700])
+def test_only_rows_that_need_it_cost_a_second_message_and_it_is_short(asked, messages, looks):
+    ranks = Ranks(3000, [1000, 1700], looks)
     check(ranks, logits_of(4) * 2, [row(Sampling(max_tokens=9, seed=s, **asked)) for s in range(4)])
     assert len(ranks.lengths) == messages
     assert sum(ranks.lengths[1:]) <= 4 * 8
@@ -223,42 +225,46 @@ def test_only_rows_that_need_it_cost_a_second_message_and_it_is_short(asked, mes
     assert traffic.bytes_now < traffic.bytes_before
 
 
+@pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize("asked", [{"top_p": 0.95}, {"top_k": 900}, {"min_p": 1e-6}], ids=str)
-def test_a_row_whose_candidates_prove_nothing_is_joined_and_no_other(asked):
-    ranks = Ranks(3000, [1000])
+def test_a_row_whose_candidates_prove_nothing_is_joined_and_no_other(asked, looks):
+    ranks = Ranks(3000, [1000], looks)
     rows = [*greedy(3), row(Sampling(max_tokens=9, seed=3, temperature=2.0, logprobs=2, **asked))]
     check(ranks, logits_of(4), rows)
     assert ranks.lengths[1:] == [4 * 2000, 8]
     assert ranks.samplers[0].traffic.joined == 1
 
 
-def test_many_rows_are_joined_in_messages_of_bounded_length(monkeypatch):
+@pytest.mark.parametrize("looks", LOOKS)
+def test_many_rows_are_joined_in_messages_of_bounded_length(monkeypatch, looks):
     monkeypatch.setattr("services.worker.engine.sharded_sampling._MOST_BYTES", 20_000)
     asked = {"top_p": 0.97, "temperature": 3.0, "repetition_penalty": 1.3, "logprobs": 1}
     rows = [row(Sampling(max_tokens=9, seed=s, **asked)) for s in range(7)]
-    ranks = Ranks(3000, [1000, 1500, 1600])
+    ranks = Ranks(3000, [1000, 1500, 1600], looks)
     check(ranks, logits_of(7), rows)
     # Slices, then what was drawn, then the logits of that before penalties.
     assert ranks.lengths[1:] == [3 * 5600, 3 * 5600, 5600, 7 * 8, 7 * 8]
 
 
-def test_the_best_k_of_many_equal_logits_are_those_with_the_lowest_ids():
+@pytest.mark.parametrize("looks", LOOKS)
+def test_the_best_k_of_many_equal_logits_are_those_with_the_lowest_ids(looks):
     # Numbers of 8 bits, as from a head in bfloat16: the 40th best is one of many equals.
     logits = torch.from_numpy(logits_of(16, 4000)).bfloat16().float().numpy()
     rows = [row(Sampling(max_tokens=9, seed=s, top_k=40, temperature=5.0)) for s in range(16)]
-    ranks = Ranks(4000, [1000, 2000])
+    ranks = Ranks(4000, [1000, 2000], looks)
     check(ranks, logits, rows)
     assert ranks.samplers[0].traffic.joined == 0
 
 
-def test_values_that_only_scaling_makes_equal_are_told_apart_by_all_ranks_as_by_one():
+@pytest.mark.parametrize("looks", LOOKS)
+def test_values_that_only_scaling_makes_equal_are_told_apart_by_all_ranks_as_by_one(looks):
     # So far below the top that single steps of a float vanish: they go by id, whatever their bits.
     logits = np.full((40, 600), 1e4, np.float32)
     rng = np.random.default_rng(3)
     logits[:, :] = rng.integers(0, 40, (40, 600)).astype(np.float32) * 1e-7
     logits[:, 300] = 10.0
     rows = [row(Sampling(max_tokens=9, seed=s, top_k=20, temperature=50.0)) for s in range(40)]
-    check(Ranks(600, [200, 400]), logits, rows)
+    check(Ranks(600, [200, 400], looks), logits, rows)
 
 
 def test_ranks_at_different_steps_are_told_apart():
@@ -299,7 +305,8 @@ def test_prompt_logprobs_are_those_of_the_joined_logits(looks, monkeypatch):
     assert 1 < len(ranks.lengths) < 12
 
 
-def test_settings_far_outside_of_their_range_give_the_same_as_on_one_rank():
+@pytest.mark.parametrize("looks", LOOKS)
+def test_settings_far_outside_of_their_range_give_the_same_as_on_one_rank(looks):
     wild = [
         *({"temperature": t} for t in (5e-324, 1e-7, 1e308)),
         *({"top_p": p} for p in (-1.0, 0.0, 1e9)),
@@ -314,4 +321,4 @@ def test_settings_far_outside_of_their_range_give_the_same_as_on_one_rank():
         {"min_tokens": 9, "stop_token_ids": tuple(range(32))},
     ]
     rows = [row(Sampling(**({"max_tokens": 99, "seed": 9} | more))) for more in wild]
-    check(Ranks(64, [32]), logits_of(len(rows), 64), rows)
+    check(Ranks(64, [32], looks), logits_of(len(rows), 64), rows)

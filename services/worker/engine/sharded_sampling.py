@@ -34,7 +34,7 @@ from services.worker.engine.sharded_sampling_looks import (
     NO_NUMBER,
     looks_of,
 )
-from services.worker.engine.sharded_sampling_merge import Merged, decide, exp
+from services.worker.engine.sharded_sampling_merge import Offers, decide_of, exp
 from services.worker.engine.sharded_sampling_wishes import Traffic, Wishes
 from services.worker.step import I32, NOT_FINITE, PromptLogprobs, SlotArrays, StepInput, TokenLogprobs
 
@@ -74,7 +74,7 @@ class ShardedSampler:
     """One rank's part in sampling; all ranks call the same methods with the same rows.
 
     The rank has vocabulary rows [first, first + own) of `vocab`; ranks' rows follow each other. Construction
-    exchanges a message and raises ValueError if they do not. With `kernels`, looking at logits is compiled.
+    exchanges a message and raises ValueError if they do not. All have `kernels`, or none.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ShardedSampler:
 
     def use(self, kernels: Kernels | None) -> None:
         """Look with another team from now on."""
-        self._look = looks_of(kernels)
+        self._look, self._merge = looks_of(kernels), decide_of(kernels)
         self._draw = draw_rows if kernels is None else kernels.draw
 
     def sample(
@@ -292,27 +292,21 @@ class ShardedSampler:
     def _decide_filtered(
         self, wishes: Wishes, drawn: _Drawn, which: NDArray[np.int64], listed: NDArray[np.void]
     ) -> None:
-        counts = wishes.listed[which]
-        starts = (np.cumsum(wishes.listed) - wishes.listed)[which]
-        most = np.arange(counts.max())
-        places = starts[:, None] + np.minimum(most, counts[:, None] - 1)
-        table = listed[:, places].swapaxes(0, 1)  # [n, ranks, most]
-        ids = np.where((most < counts[:, None])[:, None, :], table["id"], -1)
-        merged = Merged(
-            values=table["value"],
-            ids=ids,
-            more=self._owns > counts[:, None],
+        offers = Offers(
+            listed=listed,
+            at=(np.cumsum(wishes.listed) - wishes.listed)[which],
+            counts=wishes.listed[which],
+            owns=self._owns,
             top=drawn.top[which],
             mass=drawn.mass.cumsum(axis=0)[-1, which],
             draws=wishes.draws[which],
         )
-        tokens, proved = decide(merged, self._vocab)
-        drawn.tokens[which[proved]] = tokens[proved]
+        verdicts = self._merge(offers, self._vocab)
+        proved = verdicts["proved"]
+        decided = which[proved]
+        drawn.tokens[decided], drawn.raw[decided] = verdicts["token"][proved], verdicts["value"][proved]
         drawn.join += which[~proved].tolist()
-        wanted = proved & np.isin(which, wishes.wants)
-        for i in np.flatnonzero(wanted):
-            drawn.raw[which[i]] = table["value"][i][ids[i] == tokens[i]][0]
-        drawn.ask_raw = which[wanted & wishes.shifted[which]].tolist()
+        drawn.ask_raw = decided[wishes.shifted[decided] & np.isin(decided, wishes.wants)].tolist()
 
     def _second(
         self,

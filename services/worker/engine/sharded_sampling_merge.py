@@ -4,10 +4,13 @@ All ranks decide the same by the same numbers, on whatever CPU they run: nothing
 may round differently on another one, as libraries' exponentials do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from services.worker.engine.native.decoder import Kernels
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -20,8 +23,37 @@ _TERMS = tuple(1.0 / float(np.prod(np.arange(1, n + 1, dtype=np.float64))) for n
 
 
 @dataclass(frozen=True)
-class Merged:
-    """Candidates of n rows from all ranks."""
+class Offers:
+    """Candidates of n rows from all ranks, and what is known of the rows."""
+
+    listed: NDArray[np.void]
+    """`CANDIDATE` [ranks, all]"""
+    at: I64
+    """[n] first candidate of the row, on every rank."""
+    counts: I64
+    """[n] candidates asked of each rank."""
+    owns: I64
+    """[ranks] values that the rank has."""
+    top: F32
+    """[n] the largest of the whole row."""
+    mass: F64
+    """[n] sum of exp((v - top) / temperature) over the whole row; used where top-p is the only filter."""
+    draws: NDArray[np.void]
+    """`DRAW` [n]"""
+
+
+VERDICT = np.dtype([("token", "i4"), ("value", "f4"), ("proved", "?"), ("", "V3")])
+"""What to draw, its value, and whether the candidates prove it."""
+
+_ROW = np.dtype([("at", "i8"), ("counts", "i8"), ("mass", "f8"), ("top", "f4"), ("", "V4")])
+
+Decide = Callable[[Offers, int], NDArray[np.void]]
+"""Offers, size of the vocabulary → `VERDICT` [n]."""
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """`Offers` as a table."""
 
     values: F32
     """[n, ranks, most]"""
@@ -30,11 +62,15 @@ class Merged:
     more: NDArray[np.bool_]
     """[n, ranks] whether the rank has values that it did not send."""
     top: F32
-    """[n] the largest of the whole row."""
-    mass: F64
-    """[n] sum of exp((v - top) / temperature) over the whole row; used where top-p is the only filter."""
     draws: NDArray[np.void]
-    """`DRAW` [n]"""
+
+    @staticmethod
+    def of(offers: Offers) -> "_Merged":
+        most, counts = np.arange(offers.counts.max()), offers.counts[:, None]
+        places = offers.at[:, None] + np.minimum(most, counts - 1)
+        table = offers.listed[:, places].swapaxes(0, 1)
+        ids = np.where((most < counts)[:, None, :], table["id"], -1)
+        return _Merged(table["value"], ids, offers.owns > counts, offers.top, offers.draws)
 
 
 def exp(x: F64) -> F64:
@@ -57,13 +93,14 @@ def scale(values: F32, top: F32, temperature: F64) -> F32:
     return scaled
 
 
-def decide(rows: Merged, vocab: int) -> tuple[I64, NDArray[np.bool_]]:
-    """(token of each row, whether the candidates proved it).
+def decide(offers: Offers, vocab: int) -> NDArray[np.void]:
+    """`Decide` in numpy: what the native kernel is measured against.
 
     As `services.worker.engine.draw` on the whole row: candidates are ordered by scaled value, then id, and
     min-p, top-k and top-p each keep a prefix of that order. The token is proved if no rank can hold back a
     value that belongs into the prefix.
     """
+    rows = _Merged.of(offers)
     n = len(rows.draws)
     top_k = rows.draws["top_k"]
     k = np.where((top_k > 0) & (top_k < vocab), top_k, vocab)
@@ -79,7 +116,7 @@ def decide(rows: Merged, vocab: int) -> tuple[I64, NDArray[np.bool_]]:
     likely = ((ids >= 0) & (ordered >= floor[:, None])).sum(axis=1)
     left = np.minimum(likely, k)
     only_top_p = (k == vocab) & (min_p <= 0.0)
-    total = np.where(only_top_p, rows.mass, _at(mass, left - 1))
+    total = np.where(only_top_p, offers.mass, _at(mass, left - 1))
     run = (mass < (top_p * total)[:, None]).sum(axis=1) + 1
     kept = np.where(top_p < 1.0, np.minimum(run, left), left)
 
@@ -90,10 +127,34 @@ def decide(rows: Merged, vocab: int) -> tuple[I64, NDArray[np.bool_]]:
     border = _at(ordered, np.where(only_top_p, kept, left) - 1)
     complete = _nothing_precedes(rows, scaled, held_back, border)
     reached = np.where(only_top_p, run <= left, left == k) & complete
-    return _draw(ids, weights, kept, rows.draws["uniform"]), reached | ends_above
+    verdicts = np.zeros(n, VERDICT)
+    verdicts["token"] = _draw(ids, weights, kept, rows.draws["uniform"])
+    verdicts["proved"] = reached | ends_above
+    for verdict, values, row_ids in zip(verdicts, rows.values, rows.ids):
+        verdict["value"] = values[row_ids == verdict["token"]][0]
+    return verdicts
 
 
-def _nothing_precedes(rows: Merged, scaled: F32, held_back: F32, border: F32) -> NDArray[np.bool_]:
+def decide_of(kernels: Kernels | None) -> Decide:
+    """The fastest way there is to decide. All ranks must have kernels, or none: they round differently."""
+    if kernels is None:
+        return decide
+
+    def native(offers: Offers, vocab: int) -> NDArray[np.void]:
+        listed, owns = np.ascontiguousarray(offers.listed), np.ascontiguousarray(offers.owns, np.int64)
+        rows = np.empty(len(offers.draws), _ROW)
+        for name in ("at", "counts", "mass", "top"):
+            rows[name] = getattr(offers, name)
+        verdicts = np.empty(len(rows), VERDICT)
+        ranks = listed.ctypes.data, *listed.shape, owns.ctypes.data
+        asked = rows.ctypes.data, offers.draws.ctypes.data, len(rows), vocab
+        kernels.library.hortator_decide(kernels.team, *ranks, *asked, verdicts.ctypes.data)
+        return verdicts
+
+    return native
+
+
+def _nothing_precedes(rows: _Merged, scaled: F32, held_back: F32, border: F32) -> NDArray[np.bool_]:
     """Whether no value that a rank did not send comes before the candidates that end with `border`."""
     below = ~rows.more | (held_back < border[:, None])
     if below.all():

@@ -1,7 +1,7 @@
 """The structs of `src/pass.h`, `src/decoder.cpp`, `src/matrix.h` and `src/int8.h`, field for field.
 
 That of `src/draw.h` is `services.worker.engine.draw.DRAW`, those of `src/candidates.h` are in
-`services.worker.engine.sharded_sampling_looks`.
+`services.worker.engine.sharded_sampling_looks` and `…_merge`.
 """
 
 import ctypes
@@ -147,4 +147,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     what = [Pointer, c_int64, c_int64, c_int64, Pointer, c_int64]
     library.hortator_look.argtypes = [Pointer, *what, Pointer, Pointer]
     library.hortator_look.restype = None
+    what = [Pointer, c_int64, c_int64, Pointer, Pointer, Pointer, c_int64, c_int64]
+    library.hortator_decide.argtypes = [Pointer, *what, Pointer]
+    library.hortator_decide.restype = None
     return library

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "draw.h"
 #include "simd.h"
 #include "team.h"
 
@@ -126,9 +127,149 @@ inline Found look(const float* row, int64_t size, int64_t first, double temperat
     return found;
 }
 
+struct Offer {
+    int64_t at, count;  // candidates on every rank
+    double mass;        // of the whole row; used where top-p is the only filter
+    float top;          // its largest
+};
+
+struct Verdict {
+    int32_t token;
+    float value;
+    bool proved;
+};
+
+// e^x of values up to 0; 0 below -700. Every step is rounded as written, so all CPUs give the same bits.
+inline double exp_alike(double x) {
+    if (x < -700.0) return 0.0;
+    const double n = std::rint(x * 1.4426950408889634);
+    const double r = std::fma(n, -1.90821492927058770002e-10, std::fma(n, -6.93147180369123816490e-01, x));
+    constexpr double kFactorial[] = {6227020800., 479001600., 39916800., 3628800., 362880., 40320., 5040.,
+                                     720.,        120.,       24.,       6.,       2.,      1.,     1.};
+    double result = 0.0;
+    for (const double f : kFactorial) result = std::fma(result, r, 1.0 / f);
+    return std::ldexp(result, int(n));
+}
+
+// Deciding a filtered draw by the candidates of `ranks`; `decide` in sharded_sampling_merge.py says how.
+class Judge {
+  public:
+    Judge(const Candidate* listed, int64_t ranks, int64_t stride, const int64_t* owns, int64_t vocab)
+        : listed_(listed), ranks_(ranks), stride_(stride), owns_(owns), vocab_(vocab) {}
+
+    Verdict decide(const Offer& row, const Draw& d) {
+        collect(row, float(d.temperature));
+        const int64_t sent = int64_t(all_.size()), k = 0 < d.top_k && d.top_k < vocab_ ? d.top_k : vocab_;
+        const float floor = d.min_p > 0.0 ? float(std::log(d.min_p)) : kDeepest;
+        const bool only_top_p = k == vocab_ && d.min_p <= 0.0;
+        int64_t left = 0;
+        while (left < std::min(sent, k) && all_[left].scaled() >= floor) left++;
+        double total = 0.0;
+        for (int64_t i = 0; i < left; i++) total += all_[i].weight;
+        const double wanted = d.top_p * (only_top_p ? row.mass : total);
+        int64_t kept = left;
+        bool reached = left == k;
+        if (d.top_p < 1.0) {
+            double mass = 0.0;
+            for (kept = 0; kept < left && (kept == 0 || mass < wanted);) mass += all_[kept++].weight;
+            if (only_top_p) reached = mass >= wanted;
+        }
+        const float border = all_[(only_top_p ? kept : left) - 1].scaled();
+        const bool proved = (reached && complete(row, d, border)) || ends_above(floor);
+        const Item found = draw(kept, d.uniform);
+        return {found.id(), found.value, proved};
+    }
+
+  private:
+    struct Item {
+        uint64_t key;  // bits of -scaled, which order like it, then the id
+        float value;
+        double weight;
+        float scaled() const { return -std::bit_cast<float>(uint32_t(key >> 32)); }
+        int32_t id() const { return int32_t(key & 0xFFFFFFFF); }
+    };
+    struct Rank {
+        bool more;  // it has values that it did not send
+        float last, last_scaled;
+    };
+
+    void collect(const Offer& row, float temperature) {
+        all_.clear();
+        rank_.clear();
+        for (int64_t r = 0; r < ranks_; r++) {
+            Rank rank{owns_[r] > row.count, kDeepest, kDeepest};
+            for (int64_t i = 0; i < row.count; i++) {
+                const Candidate& c = listed_[r * stride_ + row.at + i];
+                if (c.id < 0) break;
+                const float scaled = (c.value - row.top) / temperature;
+                rank.last = c.value, rank.last_scaled = scaled;
+                const uint64_t key = uint64_t(std::bit_cast<uint32_t>(std::abs(scaled))) << 32 | uint32_t(c.id);
+                all_.push_back({key, c.value, exp_alike(scaled)});
+            }
+            rank_.push_back(rank);
+        }
+        std::sort(all_.begin(), all_.end(), [](const Item& a, const Item& b) { return a.key < b.key; });
+    }
+
+    // No rank held back what min-p would keep.
+    bool ends_above(float floor) const {
+        auto holds_back_less = [&](const Rank& r) { return !r.more || r.last_scaled < floor; };
+        return std::all_of(rank_.begin(), rank_.end(), holds_back_less);
+    }
+
+    // No value that a rank held back comes before the candidates that end with `border`.
+    bool complete(const Offer& row, const Draw& d, float border) const {
+        for (int64_t r = 0; r < ranks_; r++) {
+            const Rank& rank = rank_[r];
+            if (!rank.more || rank.last_scaled < border) continue;
+            // What it held back may be equal to its last, then it has higher ids than those sent; but scaling
+            // may have made others equal, in no order of ids.
+            const float under = (std::nextafter(rank.last, kDeepest) - row.top) / float(d.temperature);
+            if (rank.last_scaled > border || !(under < border)) return false;
+            for (int64_t i = 0; i < row.count; i++) {
+                const float value = listed_[r * stride_ + row.at + i].value;
+                if (value != rank.last && (value - row.top) / float(d.temperature) == border) return false;
+            }
+        }
+        return true;
+    }
+
+    // By inverse CDF over ascending ids, of the first `kept`.
+    Item draw(int64_t kept, double uniform) {
+        std::sort(all_.begin(), all_.begin() + kept, [](const Item& a, const Item& b) { return a.id() < b.id(); });
+        double mass = 0.0, reached = 0.0;
+        for (int64_t i = 0; i < kept; i++) mass += all_[i].weight;
+        const double target = uniform * mass;
+        Item found = all_[0];
+        for (int64_t i = 0; i < kept; i++) {
+            if (all_[i].weight == 0.0) continue;
+            found = all_[i];
+            if ((reached += found.weight) > target) break;
+        }
+        return found;
+    }
+
+    const Candidate* const listed_;
+    const int64_t ranks_, stride_;
+    const int64_t* const owns_;
+    const int64_t vocab_;
+    std::vector<Item> all_;
+    std::vector<Rank> rank_;
+};
+
 }  // namespace hortator
 
 extern "C" {
+
+// verdicts[i] of offers[i] with draws[i], from candidates [ranks, stride].
+void hortator_decide(hortator::Team* team, const hortator::Candidate* listed, int64_t ranks, int64_t stride,
+                     const int64_t* owns, const hortator::Offer* offers, const hortator::Draw* draws, int64_t count,
+                     int64_t vocab, hortator::Verdict* verdicts) {
+    team->run([&](int) {
+        hortator::Judge judge(listed, ranks, stride, owns, vocab);
+        team->each(count, [&](int64_t i) { verdicts[i] = judge.decide(offers[i], draws[i]); });
+    });
+}
 
 // found[i] of looks[i] at values [rows, ld], of which `size` are logits, the first of id `first`; and candidates.
 void hortator_look(hortator::Team* team, const float* values, int64_t size, int64_t ld, int64_t first,
