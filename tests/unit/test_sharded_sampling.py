@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from services.worker.engine.batch import build_batch  # noqa: E402
 from services.worker.engine.draw import draw_rows  # noqa: E402
 from services.worker.engine.native.build import KernelsUnavailable  # noqa: E402
 from services.worker.engine.native.decoder import Kernels  # noqa: E402
 from services.worker.engine.sampler import SampleRow, sample, top_logprobs  # noqa: E402
 from services.worker.engine.sharded_sampling import RanksDiverged, ShardedSampler  # noqa: E402
-from services.worker.step import NOT_FINITE  # noqa: E402
+from services.worker.step import NOT_FINITE, SlotArrays, StepInput  # noqa: E402
 from shared.wire import Sampling  # noqa: E402
 
 NEAR = 1e-6
@@ -303,6 +304,56 @@ def test_prompt_logprobs_are_those_of_the_joined_logits(looks, monkeypatch):
             assert [i for i, _ in top] == [i for i, _ in wanted]
             assert [p for _, p in top] == pytest.approx([p for _, p in wanted], abs=1e-4)
     assert 1 < len(ranks.lengths) < 12
+
+
+def test_prompt_logprobs_of_a_step_go_to_the_rows_whose_prompts_they_are():
+    asked = [
+        Sampling(max_tokens=9, temperature=0.0, prompt_logprobs=2),
+        Sampling(max_tokens=9, temperature=0.0),
+        Sampling(max_tokens=9, temperature=0.0, prompt_logprobs=0),
+        Sampling(max_tokens=9, temperature=0.0, prompt_logprobs=1),
+    ]
+    prompts = [9, 5, 7, 4]
+    rng = np.random.default_rng(2)
+    slots = SlotArrays(
+        tokens=rng.integers(0, 300, (4, 16)).astype(np.int32),
+        block_table=np.arange(4, dtype=np.int32)[:, None],
+        computed=np.zeros(4, np.int32),
+        known=np.array(prompts, np.int32),
+        prompt_len=np.array(prompts, np.int32),
+        choice=np.zeros(4, np.int32),
+        sampling=list(asked),
+        version=np.zeros(4, np.int64),
+    )
+    # The first prompt from its third token on and not to its end; the last has nothing left to predict.
+    starts, counts = np.array([2, 0, 0, 3], np.int32), np.array([5, 5, 7, 1], np.int32)
+    step = StepInput(np.arange(4, dtype=np.int32), starts, counts, np.array([False, True, True, True]))
+    batch = build_batch(step, slots, 16)
+    logits = logits_of(len(batch.logit_tokens), 300)
+    ranks = Ranks(300, [100])
+    found = ranks.each(
+        lambda rank: ranks.samplers[rank].prompt_logprobs(
+            logits[:, slice(*ranks.spans[rank])], batch, step, slots
+        )
+    )
+    assert found[0] == found[1]
+    assert {row: (p.start, len(p.chosen)) for row, p in found[0].items()} == {0: (3, 5), 2: (1, 6)}
+    raw = torch.log_softmax(torch.from_numpy(logits), dim=-1).numpy()
+    at = batch.logit_tokens.tolist().index(batch.row_start[2])
+    for i, (chosen, top) in enumerate(zip(found[0][2].chosen, found[0][2].top)):
+        assert chosen == pytest.approx(float(raw[at + i, slots.tokens[2, 1 + i]]), abs=1e-4)
+        assert top == []
+    for i, (chosen, top) in enumerate(zip(found[0][0].chosen, found[0][0].top)):
+        assert chosen == pytest.approx(float(raw[i, slots.tokens[0, 3 + i]]), abs=1e-4)
+        assert [t for t, _ in top] == np.argsort(-raw[i])[:2].tolist()
+    assert len(ranks.lengths) == 1
+
+
+def test_a_step_that_draws_nothing_still_compares_headers():
+    ranks = Ranks(64, [32])
+    assert len(ranks.sample(logits_of(1, 64)[:0], [])[0]) == 0
+    with pytest.raises(RanksDiverged):
+        ranks.sample(logits_of(1, 64)[:0], [], [b"1", b"2"])
 
 
 @pytest.mark.parametrize("looks", LOOKS)

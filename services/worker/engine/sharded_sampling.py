@@ -47,6 +47,7 @@ _MOST_BYTES = 1 << 20
 """Of one message about a prompt's positions, and of one that joins rows, unless a single one is longer."""
 
 _ANSWER = np.dtype([("id", "i4"), ("raw", "f4")])
+_NOTHING = np.empty(0, np.uint8)
 _MINE = np.dtype([("first", "i8"), ("own", "i8"), ("vocab", "i8")])
 
 
@@ -250,18 +251,21 @@ class ShardedSampler:
 
     def _exchange(self, parts: Sequence[NDArray]) -> list[NDArray]:
         """[size, ...] of each part: what all ranks have, in one message."""
-        mine = np.concatenate([part.view(np.uint8) for part in parts])
+        mine = np.concatenate([part.view(np.uint8) for part in parts if part.nbytes] or [_NOTHING])
         every = self._gather(mine)
         self.traffic.messages_now += 1
         self.traffic.bytes_now += len(mine)
-        ends = np.cumsum([part.nbytes for part in parts])
-        return [
-            every[:, end - part.nbytes : end].copy().view(part.dtype) if part.nbytes else _none(part, every)
-            for part, end in zip(parts, ends)
-        ]
+        told: list[NDArray] = []
+        begin = 0
+        for part in parts:
+            end = begin + part.nbytes
+            told.append(every[:, begin:end].copy().view(part.dtype) if part.nbytes else _none(part, every))
+            begin = end
+        return told
 
     def _check(self, headers: BYTES) -> None:
-        if (differ := np.flatnonzero((headers != headers[0]).any(axis=1))).size:
+        if (headers != headers[0]).any():
+            differ = np.flatnonzero((headers != headers[0]).any(axis=1))
             told = ", ".join(f"rank {r}: {row.tobytes().hex()}" for r, row in enumerate(headers))
             raise RanksDiverged(
                 f"rank {differ[0]} is not where rank 0 is ({told}); the instance must be started anew"

@@ -60,22 +60,26 @@ class Wishes:
         drawn = np.array([row.sampling.temperature >= COLDEST for row in rows], np.bool_)
         draws = np.zeros(len(rows), DRAW)
         draws["top_p"] = draws["temperature"] = 1.0
+        filtered = summed = drawn
+        listed = np.zeros(len(rows), np.int64)
         if drawn.any():
             which = np.flatnonzero(drawn)
             draws[which] = draws_of(rows, np.zeros(len(rows), np.int32), which.tolist())
-        k, floored = draws["top_k"], draws["min_p"] > 0.0
-        k = np.where(k < vocab, k, 0)
-        filtered = drawn & ((k > 0) | floored | (draws["top_p"] < 1.0))
-        listed = np.where(k > 0, np.minimum(k + _SPARE, MOST_CANDIDATES), _USUAL_CANDIDATES)
-        hopeless = (k > MOST_CANDIDATES) & ~floored
+            k, floored = draws["top_k"], draws["min_p"] > 0.0
+            k = np.where(k < vocab, k, 0)
+            filtered = drawn & ((k > 0) | floored | (draws["top_p"] < 1.0))
+            summed = drawn & (k == 0) & ~floored
+            listed = np.where(k > 0, np.minimum(k + _SPARE, MOST_CANDIDATES), _USUAL_CANDIDATES)
+            hopeless = (k > MOST_CANDIDATES) & ~floored
+            listed = np.where(filtered & ~hopeless, np.minimum(listed, vocab), 0)
         wants = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
         return Wishes(
             draws=draws,
             drawn=drawn,
             filtered=filtered,
             shifted=np.array([_shifts(row) for row in rows], np.bool_),
-            summed=drawn & (k == 0) & ~floored,
-            listed=np.where(filtered & ~hopeless, np.minimum(listed, vocab), 0),
+            summed=summed,
+            listed=listed,
             wants=wants,
             tops=np.array([min(max(rows[i].sampling.logprobs or 0, 0), vocab) for i in wants], np.int64),
         )
