@@ -44,6 +44,16 @@ def lives(pid: int) -> bool:
         return False
 
 
+def maps_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds all threads of a process have computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def until_gone(pids: list[int], limit_s: float) -> float:
     """Seconds until none of them lives."""
     began = time.monotonic()
@@ -74,6 +84,11 @@ async def test_a_group_gives_the_tokens_of_one_rank_and_leaves_no_process(tp: in
         assert await tokens(worker) == alone
         pids = ranks_of(worker)
         assert len(pids) == tp
+        # A mock needs no torch, on no rank.
+        assert not any("libtorch" in maps_of(pid) for rank, pid in pids.items() if rank)
+        before = {pid: cpu_s(pid) for pid in pids.values()}
+        await asyncio.sleep(1.0)
+        assert all(cpu_s(pid) - spent < 0.1 for pid, spent in before.items()), "a core burns while idle"
         began = time.monotonic()
     assert time.monotonic() - began < 2
     assert not [pid for rank, pid in pids.items() if rank and lives(pid)]
@@ -115,6 +130,20 @@ async def test_the_end_of_a_rank_fails_the_instance_within_a_second_and_names_it
             await asyncio.wait_for(worker.task, 5)
         assert time.monotonic() - began < 2 * NOTICED_S
         assert not [pid for rank, pid in pids.items() if rank and lives(pid)]
+        generating.cancel()
+        await asyncio.gather(generating, return_exceptions=True)
+
+
+async def test_a_rank_that_drew_something_else_fails_the_instance_and_says_so() -> None:
+    async with running(replace(SETTINGS, tp=2), START_S) as worker:
+        scheduler = await driven(worker)
+        await scheduler.generate([[1, 2]], [Sampling(max_tokens=3)])
+        worker.runner.ask(lambda compute: setattr(compute, "check", compute.check ^ 1), lambda _: None)
+        scheduler.epoch += 1
+        await scheduler.claim()
+        generating = asyncio.ensure_future(scheduler.generate([[1, 2]], [Sampling(max_tokens=400)]))
+        with pytest.raises(EngineFailed, match=r"rank 1 .*: it drew other tokens than rank 0"):
+            await asyncio.wait_for(worker.task, 5)
         generating.cancel()
         await asyncio.gather(generating, return_exceptions=True)
 

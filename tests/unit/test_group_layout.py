@@ -1,11 +1,15 @@
 """Who is in a group and what each rank has of its machine; how ranks differ, and prove themselves."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 from services.worker.group.facts import SAME, difference, facts_of, rank_env
@@ -23,6 +27,7 @@ def settings(**more: Any) -> WorkerSettings:
 SEVERAL = {"rendezvous": "10.0.0.1:29400", "group_secret": "x" * 16}
 
 
+@settings_of(deadline=None)
 @given(size=st.integers(1, 64), data=st.data())
 def test_every_rank_is_on_one_node_and_nodes_differ_by_one_rank_at_most(
     size: int, data: st.DataObject
@@ -56,6 +61,7 @@ def test_a_group_that_cannot_be_is_refused_with_what_would_be_right(wrong: dict[
     assert "short" not in str(refusal.value)
 
 
+@settings_of(deadline=None)
 @given(cores=st.integers(0, 20), tp=st.integers(2, 8), spare=st.integers(1, 64))
 def test_ranks_share_out_the_cores_of_their_instance(cores: int, tp: int, spare: int) -> None:
     of = settings(tp=tp, cores=",".join(map(str, range(cores))))
@@ -102,6 +108,15 @@ def test_a_model_folder_with_other_files_is_another_model(tmp_path: Any) -> None
     assert first == second
     (tmp_path / "b" / "model.safetensors").write_bytes(bytes(11))
     assert "model_files is" in difference(facts_of(settings(model_dir=str(tmp_path / "b"))), first)
+
+
+def test_a_rank_starts_where_neither_torch_nor_a_compiler_is() -> None:
+    code = "import sys; sys.modules['torch'] = None; import services.worker.group.rank as r; r.can_native()"
+    environ = {**os.environ, "CXX": "/nowhere", "HORTATOR_CACHE": "/nowhere"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_fact_is_a_setting() -> None:

@@ -22,7 +22,7 @@ class Layout:
     nodes: int
 
     def node_of(self, rank: int) -> int:
-        return next(node for node in range(self.nodes) if rank in self.ranks_of(node))
+        return next(node for node, run in enumerate(deal(self.size, self.nodes)) if rank < run.stop)
 
     def ranks_of(self, node: int) -> range:
         run = deal(self.size, self.nodes)[node]

@@ -225,7 +225,9 @@ class Members:
                         case Built():
                             member.built = message
                         case Failed():
+                            # Nothing is computed any more, though it may take a while to end.
                             member.reason = message.reason
+                            return message.reason
                     self._changed.notify_all()
         except ChannelLost as error:
             return str(error)
@@ -255,9 +257,9 @@ class Members:
         if not first:
             return
         # Whoever waits in a collective is freed first; how the process ended may take a moment to be known.
-        self._abort(f"{member}: {member.reason}" if member.reason else f"{member}: {why}")
-        status = member.exit_status(EXPLAIN_S)
-        reason = f"{member}: {member.reason}" if member.reason else f"{member} {status or why}"
+        self._abort(f"{member}: {why}")
+        status = "" if member.reason else member.exit_status(EXPLAIN_S)
+        reason = f"{member} {status}" if status else f"{member}: {why}"
         with self._changed:
             self.lost = GroupLost(reason)
             self._changed.notify_all()

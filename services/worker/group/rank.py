@@ -49,6 +49,7 @@ def serve(settings: WorkerSettings, place: Place) -> int:
         log.info("rank 0 is gone", why=str(error))
     except GroupLost as error:
         log.error("group lost", why=str(error))
+        _tell(channel, str(error))
     except Diverged as error:
         log.error("diverged", why=str(error))
         _tell(channel, str(error))
@@ -63,6 +64,9 @@ def serve(settings: WorkerSettings, place: Place) -> int:
     else:
         ends.expected()
         return 0
+    finally:
+        # Not before rank 0 knows why: that it is missed in a collective says less.
+        place.membership.close()
     return 1
 
 
@@ -88,16 +92,13 @@ def _serve(settings: WorkerSettings, place: Place) -> None:
     place.complete(welcome, settings)
     executor = build_executor(settings, membership.join(welcome, spin_us(settings, layout_of(settings))))
     compute = Compute(executor, batch_for(settings, executor.info))
-    try:
-        channel.send(Built(facts_built(executor.info)))
-        structlog.get_logger().info("rank follows", **dict(executor.info.detail))
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
-        follow(compute, channel)
-    finally:
-        compute.close()
-        membership.close()
+    channel.send(Built(facts_built(executor.info)))
+    structlog.get_logger().info("rank follows", **dict(executor.info.detail))
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    follow(compute, channel)
+    compute.close()
 
 
 def _tell(channel: Channel, reason: str) -> None:
