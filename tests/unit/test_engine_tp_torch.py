@@ -19,12 +19,14 @@ from services.worker.collective.port import LOOPBACK, Collective, GroupLost  # n
 from services.worker.collective.tensors import HostReducer  # noqa: E402
 from services.worker.engine.cuda.chunks import cut_batch  # noqa: E402
 from services.worker.engine.cuda.decoder import CudaDecoder  # noqa: E402
-from services.worker.engine.cuda.draw import PlainDraw, draw_plain, draw_split  # noqa: E402
+from services.worker.engine.cuda.draw import PlainDraw, await_checked, draw_plain, draw_split  # noqa: E402
+from services.worker.engine.cuda.planning import plan_by_measuring  # noqa: E402
 from services.worker.engine.decoder import TorchDecoder  # noqa: E402
 from services.worker.engine.device import Device  # noqa: E402
 from services.worker.engine.kvcache import KvCache, KvPlan  # noqa: E402
 from services.worker.engine.shards import ShardedFolder, shard_of  # noqa: E402
 from services.worker.engine.weights import ModelFolder  # noqa: E402
+from services.worker.parallel.crossover import CrossoverTable, Timing  # noqa: E402
 from services.worker.step import NOT_FINITE  # noqa: E402
 from tests.support.device_executor import kv_with_scratch  # noqa: E402
 from tests.support.thread_group import ThreadRank, on_ranks  # noqa: E402
@@ -327,3 +329,39 @@ def test_what_a_group_drew_feeds_its_next_step_on_every_rank(nine_heads: Path) -
     for tokens, fed, told in results:
         assert torch.equal(tokens, results[0][0])
         assert torch.equal(fed, told)
+
+
+def test_ranks_of_devices_measure_and_then_cut_their_prompts_alike(nine_heads: Path) -> None:
+    steps = Steps(9, 199)
+    slow = CrossoverTable.build([Timing("any", size, 1e-4 + size * 1e-7) for size in (1024, 1 << 20)])
+
+    def work(end: ThreadRank) -> Any:
+        own = shard(nine_heads, end)
+        kv = kv_with_scratch(own.config, "float32", CPU, 60, BLOCK)
+        decoder = CudaDecoder(own, kv, torch.float32, reducer=HostReducer(end))
+        costs = plan_by_measuring(decoder, kv, end, slow)
+        with torch.inference_mode():
+            logits = [decoder.forward(batch).clone() for batch in steps.batches]
+        return costs, decoder.plan(512).tolist(), logits
+
+    (costs, plan, one), (others, same, other) = on_ranks(2, work)
+    assert costs == others
+    assert plan == same
+    assert costs.attend.row_s > 0
+    assert costs.link.s_per_byte == pytest.approx(1e-7, rel=0.01)
+    for got, expected in zip(joined([one, other]), reference(nine_heads, steps), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_whoever_waits_for_a_device_hears_that_the_group_is_lost() -> None:
+    looked = []
+
+    def check() -> None:
+        looked.append(1)
+        if len(looked) == 3:
+            raise GroupLost("rank 1 is gone")
+
+    with pytest.raises(GroupLost, match="rank 1 is gone"):
+        await_checked(lambda: False, check)
+    await_checked(lambda: True, check)
+    assert len(looked) == 3

@@ -58,6 +58,3 @@ class Nccl:
     def abort(self) -> None:
         """From any thread: what is queued ends without a result, where it would wait for a lost rank."""
         self._group.abort()
-
-    def close(self) -> None:
-        dist.destroy_process_group()

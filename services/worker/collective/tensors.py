@@ -110,7 +110,7 @@ class ChosenReducer:
         """(least, median) seconds of one sum of so many floats; all ranks call it."""
         part = torch.zeros(floats, device=self._device)
         way = self._way(algorithm, part)
-        laps = _Laps(self._device)
+        laps = Laps(self._device)
         for _ in range(repeats + 2):
             way.sum(part)
             laps.mark()
@@ -128,7 +128,7 @@ class ChosenReducer:
         return way if way.takes(part) else self._ways[self._first]
 
 
-class _Laps:
+class Laps:
     """Times between marks, on a device those at which it comes to them."""
 
     def __init__(self, device: torch.device) -> None:

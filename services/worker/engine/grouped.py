@@ -20,6 +20,9 @@ from services.worker.engine.choose import (
     kinds_of_kernels,
     measure_speed,
 )
+from services.worker.engine.cuda.decoder import CudaDecoder
+from services.worker.engine.cuda.group import DeviceGroup
+from services.worker.engine.cuda.planning import ROWS, plan_by_measuring
 from services.worker.engine.decoder import Decoder, TorchDecoder
 from services.worker.engine.device import Device
 from services.worker.engine.kvcache import KvCache
@@ -38,8 +41,10 @@ def choose_in_group(
 
     Native kernels unless a rank lacks them. Threads are as many as asked for, or the rank's own cores; they
     are pinned to these if nobody else has them. Raises `KernelsUnavailable` if `scope` insists on native
-    kernels and some rank has none, and `GroupLost`.
+    kernels and some rank has none, ValueError for what devices do not do, and `GroupLost`.
     """
+    if device.torch.type != "cpu":
+        return _on_devices(folder, device, kv, scope, collective)
     native, reason = _agree_on_native(folder, kv, scope, collective)
     threads = scope.threads or max(1, len(scope.cores))
     pinned = native and len(scope.cores) >= threads and cores.claim(scope.cores[:threads])
@@ -57,6 +62,35 @@ def choose_in_group(
     own = measure_speed(decoder, kv, folder.config.max_len, math.inf, repeats=_REPEATS)
     speed = _of_rank_0(own, collective)
     return Choice(decoder, candidate, speed, (), reason, f"one of {collective.size} ranks")
+
+
+def _on_devices(
+    folder: ModelFolder, device: Device, kv: KvCache, scope: Scope, collective: Collective
+) -> Choice:
+    """As `choose_in_group`, of ranks with a device each."""
+    kind = device.torch.type
+    if scope.kernels not in ("auto", "torch") or scope.deterministic:
+        raise ValueError(f"neither --kernels {scope.kernels} nor --deterministic is computed on {kind}")
+    shard = shard_of(folder, collective.rank, collective.size, filled=True)
+    decoder: Decoder
+    if scope.kernels == "torch":
+        decoder = TorchDecoder(shard, device, kv, collective=collective)
+    else:
+        most_bytes = 4 * folder.config.hidden * max(ROWS)
+        group = DeviceGroup(collective, device.torch, most_bytes)
+        decoder = CudaDecoder(shard, kv, getattr(torch, device.weight_dtype), reducer=group.reducer)
+        decoder.joins(group)
+        plan_by_measuring(decoder, kv, collective, group.table)
+    own = measure_speed(decoder, kv, folder.config.max_len, math.inf, repeats=_REPEATS)
+    candidate = Candidate("cuda" if scope.kernels == "auto" else "torch", torch.get_num_threads())
+    return Choice(
+        decoder,
+        candidate,
+        _of_rank_0(own, collective),
+        (),
+        f"{scope.kernels} on {kind}",
+        f"one of {collective.size} ranks",
+    )
 
 
 def _agree_on_native(

@@ -5,6 +5,7 @@ residual stream, norms, rotation and logits in float32.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,6 +40,18 @@ from services.worker.step import I32, SlotArrays, StepInput
 
 FED_SLOTS = 4096
 """Slots whose last token is kept on the device."""
+
+
+class Group(Protocol):
+    """What there is to know of the ranks whose devices add up: `services.worker.engine.cuda.group`."""
+
+    def check(self) -> None:
+        """Raise `GroupLost` if the group is lost."""
+        ...
+
+    def detail(self) -> dict[str, str]:
+        """For people."""
+        ...
 
 
 class _Chunk:
@@ -105,8 +118,7 @@ class CudaDecoder:
         self._reducer = reducer
         if self._cuda and reducer is not None and not reducer.queues:
             graphs = False
-        self.check: Callable[[], None] | None = None
-        """Raises `GroupLost` if the group is, so that nobody waits for a device that waits for others."""
+        self._group: Group | None = None
         self._in_order: Begin = alone if reducer is None else in_order(reducer)
         self._aside = Aside(reducer, self._device) if reducer is not None and self._cuda else self._in_order
         self._embed = self._matrix(folder.embed())
@@ -131,7 +143,12 @@ class CudaDecoder:
     def detail(self) -> dict[str, str]:
         why = f" ({self._reason})" if self._reason else ""
         graphs = f"decode steps of up to {BUCKETS[-1]} rows" if self.captures else "off"
-        return {"kernels": "cuda", "attention": self._attention.name + why, "graphs": graphs}
+        own = {"kernels": "cuda", "attention": self._attention.name + why, "graphs": graphs}
+        return own | ({} if self._group is None else self._group.detail())
+
+    def joins(self, group: Group) -> None:
+        """Nobody waits for the device any longer once `group` is lost, and it is told of in `detail`."""
+        self._group = group
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         return scan_rows(values)
@@ -143,12 +160,22 @@ class CudaDecoder:
         """As `Decoder`, on the device; the next call overwrites them."""
         rows = bucket_of(batch) if self.captures else None
         if rows is None:
-            return self._chunked(cut_batch(batch, self.plan(batch.size)))
+            batches = cut_batch(batch, self.plan(batch.size))
+            return self._chunked(batches, self._in_order if len(batches) == 1 else self._aside)
         logits = self._replay(batch, rows)
         wanted = batch.logit_tokens
         if len(wanted) == batch.rows:
             return logits[: batch.rows]
         return logits[upload(torch.from_numpy(wanted.astype(np.int64)), self._device)]
+
+    def forward_unsummed(self, batch: RaggedBatch) -> None:
+        """A pass in one chunk that keeps its sums to itself: what computing takes. Its results are none."""
+        self._chunked([batch], alone)
+
+    @property
+    def message_bytes(self) -> int:
+        """Of each number of a sum."""
+        return self._dtype.itemsize
 
     def begin_draw(self, logits: torch.Tensor, step: StepInput, slots: SlotArrays) -> OnTheWay | None:
         """Tokens of the step's sampling rows, drawn here; None if some row's sampling needs the host.
@@ -160,7 +187,7 @@ class CudaDecoder:
 
     def bring(self, value: torch.Tensor) -> OnTheWay:
         """`value` on its way to the host; waiting for it ends with `GroupLost` if the group is lost."""
-        return OnTheWay(value, self.check)
+        return OnTheWay(value, None if self._group is None else self._group.check)
 
     def draw(self, logits: torch.Tensor, plan: PlainDraw) -> torch.Tensor:
         """The tokens of `draw_plain`, on the device; each rank's remembers them as each slot's last."""
@@ -221,13 +248,13 @@ class CudaDecoder:
         logits = self._pass([self._chunk(inputs, self._attention.begin(inputs))], self._in_order)
         return self._logits[: batch.rows].copy_(logits)
 
-    def _chunked(self, batches: Sequence[RaggedBatch]) -> torch.Tensor:
+    def _chunked(self, batches: Sequence[RaggedBatch], begin: Begin) -> torch.Tensor:
         chunks = []
         for place, batch in enumerate(batches):
             self._attention.plan(batch, fixed=False, place=place)
             inputs = unpack(pack(batch, self._cuda).to(self._device, non_blocking=True), batch)
             chunks.append(self._chunk(inputs, self._attention.begin(inputs)))
-        return self._pass(chunks, self._in_order if len(chunks) == 1 else self._aside)
+        return self._pass(chunks, begin)
 
     def _chunk(self, inputs: StepInputs, attend: Attend) -> _Chunk:
         at = inputs.positions

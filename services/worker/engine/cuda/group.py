@@ -24,16 +24,15 @@ log = logging.getLogger(__name__)
 class DeviceGroup:
     """This rank's device among those of its group. All ranks make one at once, on a device each.
 
-    `most_bytes`: of the longest message. `host`: an address by which all ranks reach rank 0. Raises
-    ValueError where torch has no NCCL or two ranks share a device, and `GroupLost`.
+    `most_bytes`: of the longest message. Where ranks are on several hosts, these must find rank 0's by its
+    name. Raises ValueError where torch has no NCCL or two ranks share a device, and `GroupLost`.
     """
 
-    def __init__(
-        self, collective: Collective, device: torch.device, most_bytes: int, host: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, collective: Collective, device: torch.device, most_bytes: int) -> None:
         self._collective = collective
         torch.cuda.set_device(device)
         places = _places(collective, device)
+        host = _host_of_rank_0(collective) if len({host for host, _ in places}) > 1 else "127.0.0.1"
         self._nccl = Nccl(shared_store(collective, host), collective.rank, collective.size, device)
         ways = {"nccl": Way(self._nccl.sum)}
         self._why_not = why_not_symmetric(places)
@@ -62,10 +61,6 @@ class DeviceGroup:
         except GroupLost:
             self._nccl.abort()
             raise
-
-    def close(self) -> None:
-        """Of a group that is not lost; all ranks call it."""
-        self._nccl.close()
 
     def _symmetric(self, device: torch.device, most_bytes: int) -> dict[str, Way]:
         """Ways that all ranks have."""
@@ -106,6 +101,11 @@ def why_not_symmetric(places: list[tuple[str, int]]) -> str | None:
             if one != other and not torch.cuda.can_device_access_peer(one, other):
                 return f"cuda:{one} cannot see the memory of cuda:{other}"
     return None
+
+
+def _host_of_rank_0(collective: Collective) -> str:
+    name = socket.gethostname().encode().ljust(256, b"\0")
+    return collective.gather(np.frombuffer(name, np.uint8))[0].tobytes().rstrip(b"\0").decode()
 
 
 def _boot_id() -> str:
