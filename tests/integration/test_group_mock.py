@@ -198,6 +198,28 @@ async def test_a_rank_that_stands_still_does_not_keep_the_instance_from_ending()
     assert not lives(pids[1])
 
 
+@pytest.mark.mesh
+async def test_a_rank_that_stands_still_in_a_step_is_lost_after_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.worker.group.form.LIMIT_S", 0.5)
+    async with running(replace(SETTINGS, tp=2, mock_step_s=0.01), START_S) as worker:
+        scheduler = await driven(worker)
+        await scheduler.claim()
+        pids = ranks_of(worker)
+        generating = asyncio.ensure_future(scheduler.generate([[1, 2]], [Sampling(max_tokens=400)]))
+        await scheduler.result(3)
+        os.kill(pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        await scheduler.hear(Beat, lambda beat: beat.info.state == "failed")
+        assert time.monotonic() - began < 2.5
+        with pytest.raises(EngineFailed, match=r"rank 1"):
+            await asyncio.wait_for(worker.task, 5)
+        assert not lives(pids[1])
+        generating.cancel()
+        await asyncio.gather(generating, return_exceptions=True)
+
+
 async def test_settings_that_a_group_cannot_have_are_refused() -> None:
     with pytest.raises(CannotStart, match="device='cuda:0': name one device for each of 2"):
         async with running(replace(SETTINGS, tp=2, device="cuda:0"), START_S):
