@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,6 +93,18 @@ async def test_a_group_gives_the_tokens_of_one_rank_and_leaves_no_process(tp: in
         began = time.monotonic()
     assert time.monotonic() - began < 2
     assert not [pid for rank, pid in pids.items() if rank and lives(pid)]
+
+
+async def test_a_group_leaves_neither_descriptors_nor_threads_nor_memory_in_its_process() -> None:
+    async def once() -> tuple[int, int, int]:
+        async with running(replace(SETTINGS, tp=2), START_S) as worker:
+            await tokens(worker)
+        shared = maps_of(os.getpid()).count("hortator-group")
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), shared
+
+    first = await once()
+    assert await once() == first
+    assert first[2] == 0
 
 
 async def test_a_new_session_and_a_frame_that_contradicts_the_batch_find_all_ranks_alike() -> None:
