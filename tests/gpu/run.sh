@@ -1,5 +1,6 @@
 #!/bin/sh
-# The GPU lane: tests of the CUDA path, then one table. At most 8 minutes; downloads nothing.
+# The GPU lane: tests of the CUDA path, then one table; with two GPUs or more, one of a group of two ranks as
+# well. At most 11 minutes; downloads nothing.
 #
 #   tests/gpu/run.sh [MODEL_FOLDER | tiny | 135m | 1b | 8b] [options of tests/gpu/measure.py]
 #
@@ -10,7 +11,7 @@ python=${PYTHON:-}
 [ -n "$python" ] || { [ -x .venv/bin/python ] && python=.venv/bin/python || python=python3; }
 
 case " $* " in *" -h "* | *" --help "*)
-    sed -n '2,6s/^# \{0,1\}//p' "$0"
+    sed -n '2,7s/^# \{0,1\}//p' "$0"
     exec "$python" -m tests.gpu.measure --help
 esac
 
@@ -34,4 +35,11 @@ tests=$?
 timeout 270 "$python" -m tests.gpu.measure "$@"
 table=$?
 [ "$table" -ne 124 ] || echo "the table took too long: take a smaller model or --seconds 1"
-[ "$tests" -eq 0 ] && [ "$table" -eq 0 ]
+group=0
+if "$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then
+    timeout 170 "$python" -m tests.gpu.tp
+    group=$?
+else
+    echo "one CUDA device: nothing of tensor parallelism was checked"
+fi
+[ "$tests" -eq 0 ] && [ "$table" -eq 0 ] && [ "$group" -eq 0 ]
