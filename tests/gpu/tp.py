@@ -96,7 +96,7 @@ class Rank:
 
     @torch.inference_mode()
     def logits(self) -> None:
-        """Against the whole model on rank 0's CPU: a prompt, in one chunk and in several, and decode steps."""
+        """The whole model's, on rank 0's CPU: a prompt, in one chunk and in several, and single tokens."""
         dtype = getattr(torch, self.args.dtype)
         shard = shard_of(self.folder, self.rank, self.args.tp, filled=True)
         blocks = self.args.tokens // BLOCK_TOKENS + 4
