@@ -51,6 +51,7 @@ def library() -> ctypes.CDLL:
         ("all_reduce", c_int32, c_void_p, c_void_p, c_int64),
         ("gather", c_int32, c_void_p, c_void_p, c_int64, c_void_p),
         ("check", c_int32, c_void_p),
+        ("limit", None, c_void_p, c_double),
         ("table", None, c_void_p, c_void_p, c_void_p, c_int64),
         ("counts", None, c_void_p, POINTER(Count), c_int32),
         ("time", c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),

@@ -127,6 +127,10 @@ class NativeCollective:
         chosen = np.array(codes, np.int64)
         self._library.hortator_table(self._open(), most.ctypes.data, chosen.ctypes.data, len(table))
 
+    def set_limit(self, limit_s: float) -> None:
+        """How long to wait, from now on, for a rank that lives but does not come: ranks may differ in it."""
+        self._library.hortator_limit(self._open(), limit_s)
+
     def time(self, algorithm: str, floats: int, repeats: int) -> tuple[float, float]:
         """(least, median) seconds of a sum, adding included, each of `repeats` the mean of eight in a row.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
+from services.worker.collective.native import make_memory
 from services.worker.collective.port import Collective, GroupLost
 from services.worker.group.facts import difference, facts_built, facts_of
 from services.worker.group.layout import Layout, layout_of, rank_settings, spin_us
@@ -16,7 +17,6 @@ from services.worker.group.membership import (
     LIMIT_S,
     Membership,
     can_native,
-    make_memory,
     most_floats,
 )
 from services.worker.group.messages import Welcome
@@ -61,13 +61,14 @@ def _form(
         welcome = _of_one_node(settings, members, membership, own)
     else:
         welcome = _of_several(settings, layout, members, membership, own)
-    executor = build(own[0], membership.join(welcome, spin_us(own[0], layout)))
+    executor = build(own[0], membership.join(welcome, spin_us(own[0], layout), settings.group_start_s))
     ours = facts_built(executor.info)
     members.until(lambda member: member.built, "has not loaded its part of the model", settings.group_start_s)
     for member in members.each.values():
         assert member.built is not None
         if differs := difference(member.built.facts, ours):
             raise CannotStart(f"{member}: {differs}; it loaded another model")
+    membership.hurry(LIMIT_S)
     structlog.get_logger().info("group formed", tp=layout.size, nodes=layout.nodes, native=welcome.native)
     return executor
 
@@ -83,7 +84,7 @@ def _of_one_node(
         membership.memory_fd = make_memory(membership.size, floats)
     start_local(members, own, membership)
     members.until(lambda member: member.hello, "has not started", settings.group_start_s)
-    welcome = Welcome(native, floats, LIMIT_S)
+    welcome = Welcome(native, floats)
     members.welcome(welcome)
     return welcome
 
@@ -104,7 +105,7 @@ def _of_several(
         except TimeoutError as error:
             raise TimeoutError(f"{error}{meeting.last_refused()}") from None
         native = native and all(member.hello and member.hello.can_native for member in members.each.values())
-        welcome = Welcome(native, most_floats(settings), LIMIT_S, meeting.addresses())
+        welcome = Welcome(native, most_floats(settings), meeting.addresses())
         members.welcome(welcome)
         membership.peers |= meeting.peers.connected([], settings.group_secret, settings.group_start_s)
     return welcome

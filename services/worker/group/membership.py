@@ -6,6 +6,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.worker.collective.library import library
+from services.worker.collective.native import NativeCollective
 from services.worker.collective.port import Collective
 from services.worker.engine.native.build import KernelsUnavailable
 from services.worker.group.messages import Welcome
@@ -13,7 +15,7 @@ from services.worker.group.plain import PlainCollective
 from services.worker.settings import WorkerSettings
 
 LIMIT_S = 20.0
-"""A rank that is alive but does not come to a collective for so long is lost."""
+"""A rank that is alive but does not come to a collective for so long is lost, once all are loaded."""
 
 _LEAST_FLOATS = 1 << 18
 
@@ -28,16 +30,28 @@ class Membership:
     """A connected stream socket for each other rank."""
     memory_fd: int | None = None
     """Memory that all ranks share, if all are on one host."""
-    _collective: Collective | None = None
+    _collective: NativeCollective | PlainCollective | None = None
     _reason: str = ""
 
-    def join(self, welcome: Welcome, spin_us: float) -> Collective:
-        """What the ranks compute through; it owns the connections from now on. Raises ValueError."""
-        collective = self._native(welcome, spin_us) if welcome.native else self._plain(welcome)
+    def join(self, welcome: Welcome, spin_us: float, limit_s: float) -> Collective:
+        """What the ranks compute through; it owns the connections from now on. Raises ValueError.
+
+        `limit_s`: a rank that is alive but does not come to a collective for so long is lost.
+        """
+        collective: NativeCollective | PlainCollective
+        if welcome.native:
+            collective = self._native(welcome.most_floats, spin_us, limit_s)
+        else:
+            collective = PlainCollective(self.rank, self.size, self.peers, limit_s)
         self._collective = collective
         if self._reason:
             collective.abort(self._reason)
         return collective
+
+    def hurry(self, limit_s: float) -> None:
+        """All have loaded what they compute with, so that nobody needs to wait longer than this."""
+        if self._collective is not None:
+            self._collective.set_limit(limit_s)
 
     def abort(self, reason: str) -> None:
         """Free whoever waits in the collective, also if it is only made afterwards."""
@@ -53,20 +67,15 @@ class Membership:
             sock.close()
         self._close_memory()
 
-    def _plain(self, welcome: Welcome) -> Collective:
-        return PlainCollective(self.rank, self.size, self.peers, welcome.limit_s)
-
-    def _native(self, welcome: Welcome, spin_us: float) -> Collective:
-        from services.worker.collective.native import NativeCollective
-
+    def _native(self, most_floats: int, spin_us: float, limit_s: float) -> NativeCollective:
         collective = NativeCollective(
             self.rank,
             self.size,
             self.memory_fd,
             self.peers,
-            most_floats=welcome.most_floats,
+            most_floats=most_floats,
             spin_us=spin_us,
-            limit_s=welcome.limit_s,
+            limit_s=limit_s,
         )
         self._close_memory()
         return collective
@@ -79,20 +88,11 @@ class Membership:
 
 def can_native() -> bool:
     """Whether this machine has the compiled transports, compiling them if need be."""
-    from services.worker.collective.library import library
-
     try:
         library()
     except KernelsUnavailable:
         return False
     return True
-
-
-def make_memory(size: int, floats: int) -> int:
-    """A descriptor of fresh memory for the compiled transports of one host."""
-    from services.worker.collective.native import make_memory
-
-    return make_memory(size, floats)
 
 
 def most_floats(settings: WorkerSettings) -> int:

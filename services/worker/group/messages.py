@@ -48,7 +48,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     native: bool
     most_floats: int
-    limit_s: float
     addresses: list[str] = []
     """HOST:PORT of every rank's data connections, by rank; none where they were handed out."""
 

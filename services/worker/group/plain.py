@@ -42,6 +42,9 @@ class PlainCollective:
         for sock in peers.values():
             sock.setblocking(False)
 
+    def set_limit(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+
     def exchange(self) -> Exchange | None:
         return None
 

@@ -14,7 +14,7 @@ from services.worker.group.channel import Channel, ChannelLost
 from services.worker.group.facts import facts_built, facts_of, host_name
 from services.worker.group.follower import Diverged, EndsWith, follow
 from services.worker.group.layout import layout_of, spin_us
-from services.worker.group.membership import can_native
+from services.worker.group.membership import LIMIT_S, can_native
 from services.worker.group.messages import Built, Failed, Hello, Refusal
 from services.worker.group.place import Place, handed, met
 from services.worker.settings import WorkerSettings
@@ -90,8 +90,11 @@ def _serve(settings: WorkerSettings, place: Place) -> None:
     if isinstance(welcome, Refusal):
         raise Refused(welcome.reason)
     place.complete(welcome, settings)
-    executor = build_executor(settings, membership.join(welcome, spin_us(settings, layout_of(settings))))
+    looking_us = spin_us(settings, layout_of(settings))
+    collective = membership.join(welcome, looking_us, settings.group_start_s)
+    executor = build_executor(settings, collective)
     compute = Compute(executor, batch_for(settings, executor.info))
+    membership.hurry(LIMIT_S)
     channel.send(Built(facts_built(executor.info)))
     structlog.get_logger().info("rank follows", **dict(executor.info.detail))
     gc.collect()

@@ -37,6 +37,8 @@ void hortator_table(Group* group, const int64_t* bytes, const int64_t* algorithm
     group->set_table(bytes, algorithm, count);
 }
 
+void hortator_limit(Group* group, double limit_s) { group->set_limit(limit_s); }
+
 void hortator_counts(Group* group, Count* to, int32_t anew) { group->read_counts(to, anew); }
 
 // took_s[repeats]

@@ -191,6 +191,12 @@ class Group {
         for (int64_t i = 0; i < count; i++) table_.push_back({bytes[i], Algorithm(algorithm[i])});
     }
 
+    // How long to wait, from now on, for a rank that lives but does not come.
+    void set_limit(double limit_s) {
+        if (memory_) memory_->set_limit(limit_s);
+        if (links_) links_->set_limit(limit_s);
+    }
+
     // What all messages so far cost; `fastest_s` starts anew if so wished.
     void read_counts(Count* to, bool anew) {
         std::copy(counts_.begin(), counts_.end(), to);

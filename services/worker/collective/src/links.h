@@ -101,6 +101,8 @@ class Links {
         advance(flight, number);
     }
 
+    void set_limit(double limit_s) { limit_s_ = limit_s; }
+
     // `took_s`: from when the last rank began it until it was complete here, whether anybody waited for it or not;
     // negative if this rank itself was the last. When ranks on other hosts began is not known: their clocks differ.
     bool land(uint32_t number, Landed& landed, double& took_s) {
@@ -347,7 +349,8 @@ class Links {
     }
 
     const int64_t rank_, size_, most_floats_;
-    const double spin_s_, limit_s_;
+    const double spin_s_;
+    double limit_s_;
     Loss& loss_;
     Rooms places_;
     Pages room_;

@@ -92,6 +92,8 @@ class Memory {
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
 
+    void set_limit(double limit_s) { limit_s_ = limit_s; }
+
     // Where this rank's part of the next message is to be written; null: the group is lost.
     float* room(int64_t floats, Message& message) {
         const Rooms::Place place = places_.next(floats, next_);
@@ -236,7 +238,8 @@ class Memory {
     }
 
     const int64_t rank_, size_, room_, bytes_;
-    const double spin_s_, limit_s_;
+    const double spin_s_;
+    double limit_s_;
     Loss& loss_;
     Header* header_;
     float* rooms_;
