@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,13 @@ from services.worker.collective.port import LOOPBACK, Collective, GroupLost  # n
 from services.worker.collective.tensors import HostReducer  # noqa: E402
 from services.worker.engine.cuda.chunks import cut_batch  # noqa: E402
 from services.worker.engine.cuda.decoder import CudaDecoder  # noqa: E402
-from services.worker.engine.cuda.draw import PlainDraw, await_checked, draw_plain, draw_split  # noqa: E402
+from services.worker.engine.cuda.draw import (  # noqa: E402
+    OnTheWay,
+    PlainDraw,
+    await_checked,
+    draw_plain,
+    draw_split,
+)
 from services.worker.engine.cuda.planning import plan_by_measuring  # noqa: E402
 from services.worker.engine.decoder import TorchDecoder  # noqa: E402
 from services.worker.engine.device import Device  # noqa: E402
@@ -365,3 +372,11 @@ def test_whoever_waits_for_a_device_hears_that_the_group_is_lost() -> None:
         await_checked(lambda: False, check)
     await_checked(lambda: True, check)
     assert len(looked) == 3
+    looked.clear()
+    on_the_way = OnTheWay(torch.zeros(1), check)
+    assert on_the_way.ready()
+    on_the_way._arrived = SimpleNamespace(query=lambda: False)  # type: ignore[assignment]
+    assert not on_the_way.ready()
+    with pytest.raises(GroupLost, match="rank 1 is gone"):
+        while not on_the_way.ready():
+            pass

@@ -153,7 +153,7 @@ class OnTheWay:
     """A tensor that is being copied to the host behind what its device has been given so far.
 
     Nothing given to the device afterwards delays it: a further step may be, before `wait`. `check` is called
-    every millisecond of waiting, which ends with what it raises: who waits for a lost rank waits for ever.
+    while it has not arrived, and what it raises ends the wait: who waits for a lost rank waits for ever.
     """
 
     def __init__(self, value: torch.Tensor, check: Callable[[], None] | None = None) -> None:
@@ -169,7 +169,10 @@ class OnTheWay:
 
     def ready(self) -> bool:
         """`wait` would return at once."""
-        return self._arrived is None or bool(self._arrived.query())
+        arrived = self._arrived is None or bool(self._arrived.query())
+        if not arrived and self._check is not None:
+            self._check()
+        return arrived
 
     def wait(self) -> torch.Tensor:
         """The copy, on the CPU."""
