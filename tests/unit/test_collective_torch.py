@@ -23,7 +23,7 @@ from services.worker.collective.nccl import Nccl  # noqa: E402
 from services.worker.collective.port import LOOPBACK, GroupLost  # noqa: E402
 from services.worker.collective.tensors import ChosenReducer, HostReducer, Way  # noqa: E402
 from services.worker.collective.torch_dist import TorchDistCollective, open_store, shared_store  # noqa: E402
-from services.worker.engine.tuning import crossovers  # noqa: E402
+from services.worker.engine.crossing import crossovers  # noqa: E402
 from tests.support.thread_group import on_ranks  # noqa: E402
 
 pytest_plugins = ("tests.support.torch_threads",)

@@ -17,9 +17,10 @@ from services.worker.engine.weights import ModelFolder  # noqa: E402
 from tests.support.thread_group import ThreadRank, on_ranks  # noqa: E402
 
 try:
+    from services.worker.engine.crossing import from_rank_0
     from services.worker.engine.formats import weight_format
     from services.worker.engine.native.decoder import Kernels, NativeDecoder
-    from services.worker.engine.tuning import Tuning, from_rank_0
+    from services.worker.engine.tuning import Tuning
 
     build.load()
 except build.KernelsUnavailable as error:

@@ -21,6 +21,7 @@ from services.worker.engine.batch import (
     prompt_rows,
 )
 from services.worker.engine.choose import Scope, choose
+from services.worker.engine.crossing import group_facts
 from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.cuda.draw import OnTheWay
 from services.worker.engine.decoder import Timed
@@ -29,7 +30,8 @@ from services.worker.engine.grouped import choose_in_group
 from services.worker.engine.kvcache import KvCache, plan_kv
 from services.worker.engine.native.decoder import NativeDecoder
 from services.worker.engine.sampler import SampleRow, sample, top_logprobs
-from services.worker.engine.tuning import Tuning, group_facts
+from services.worker.engine.sharded_sampling import ShardedSampler
+from services.worker.engine.tuning import Tuning
 from services.worker.engine.weights import ModelFolder
 from services.worker.parallel.split import plan_shards
 from services.worker.step import (
@@ -111,6 +113,11 @@ class TorchExecutor:
         if collective.size > 1 and isinstance(made.decoder, NativeDecoder):
             facts = group_facts(collective, made.candidate.pinned, options.cores)
             self._tuning = Tuning(collective, made.decoder, self._kv, config, options.most_tokens, facts)
+        self._sampler: ShardedSampler | None = None
+        if collective.size > 1:
+            place = shard.vocab.start, shard.vocab.size, config.vocab_size, shard.rank, shard.size
+            kernels = made.decoder.kernels if isinstance(made.decoder, NativeDecoder) else None
+            self._sampler = ShardedSampler(*place, collective.gather, kernels)
         folder.close()
         detail = {
             "model": config.family,
@@ -230,13 +237,19 @@ class TorchExecutor:
         """What the host makes of the logits [len(batch.logit_tokens), vocab] of a step."""
         begun = time.perf_counter()
         output = StepOutput(np.full(len(step.slots), -1, np.int32))
-        output.prompt_logprobs = _prompt_logprobs(logits, batch, step, slots)
+        if self._sampler is None:
+            output.prompt_logprobs = _prompt_logprobs(logits, batch, step, slots)
+        else:
+            output.prompt_logprobs = self._sampler.prompt_logprobs(logits, batch, step, slots)
         sampled = np.flatnonzero(step.samples)
         if len(sampled):
             last = np.searchsorted(batch.logit_tokens, batch.row_start[1:][sampled] - 1)
             chosen = logits if len(last) == len(logits) else logits[torch.from_numpy(last)]
             rows = _sample_rows(slots, step.slots[sampled])
-            tokens, logprobs = sample(chosen, rows, self._decoder.scan, self._decoder.draw_rows)
+            if self._sampler is None:
+                tokens, logprobs = sample(chosen, rows, self._decoder.scan, self._decoder.draw_rows)
+            else:
+                tokens, logprobs = self._sampler.sample(chosen, rows)
             output.logprobs = {int(sampled[i]): found for i, found in logprobs.items()}
             self._take(output, batch, sampled, tokens)
         self._sample_s += time.perf_counter() - begun

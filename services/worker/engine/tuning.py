@@ -5,39 +5,42 @@ measured, or by what all have told. Algorithms of sums are chosen by message siz
 step's tokens are cut into chunks by what computing and the link cost (`Planner`).
 """
 
-import hashlib
-import os
-import socket
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from services.worker.collective.native import NativeCollective
 from services.worker.collective.port import Collective
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
+from services.worker.engine.crossing import crossovers
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.native.decoder import NativeDecoder
-from services.worker.engine.remembered import Remembered, cpu_name
 from services.worker.parallel.advice import Advice, Layer, Scaled, advise
 from services.worker.parallel.crossover import (
     CrossoverTable,
     Line,
-    Timing,
-    sizes_to_measure,
 )
+from services.worker.parallel.drift import Drift
 from services.worker.parallel.overlap import Corrector, Costs, Link, Measured, Planner, Work, simulate
 from services.worker.parallel.share import LayerShare, Shares, StepShare
 from services.worker.step import I32
+
+log = logging.getLogger(__name__)
 
 _ROWS = (1, 24, 192)
 """Tokens of the passes that tell what computing costs: one, few, many."""
 _REPEATS = 3
 _MESSAGE_S = 3e-6
 """Computing time of a message, as a start: corrected by what steps take."""
+_LONE_STEPS = 32
+"""Steps alike, of one chunk each, from which it is told what their messages take."""
 _TOLD_AT = 0.05
 """A correction that changes a cost by this share is told to all ranks."""
 _ADVISE_AFTER = 8
@@ -47,77 +50,6 @@ _LEARN_FROM = 16
 
 _ATTEND = ("norm", "qkv", "rope and KV write", "attention", "out")
 _FEED = ("gate and up", "down")
-
-
-@runtime_checkable
-class Timed(Protocol):
-    """A transport with several algorithms of sums."""
-
-    def algorithms(self) -> tuple[str, ...]:
-        """By which sums can go here."""
-        ...
-
-    def time(self, algorithm: str, floats: int, repeats: int) -> tuple[float, float]:
-        """(least, median) seconds of one sum of so many floats; all ranks call it."""
-        ...
-
-    def set_table(self, table: list[tuple[int, str]]) -> None: ...
-
-
-def from_rank_0(collective: Collective, told: bytes) -> bytes:
-    """What rank 0 told, on every rank; of the others `told` does not matter."""
-    length = int(collective.gather(np.array([len(told)], np.int64).view(np.uint8))[0].view(np.int64)[0])
-    mine = np.zeros(length, np.uint8)
-    if collective.rank == 0:
-        mine[:] = np.frombuffer(told, np.uint8)
-    return collective.gather(mine)[0].tobytes()
-
-
-def measure_crossovers(
-    collective: Timed, sizes: tuple[int, ...], former: CrossoverTable | None = None
-) -> CrossoverTable:
-    """This rank's times of every algorithm at every size in bytes, as a table. All ranks call it."""
-    timings = []
-    for size in sizes:
-        repeats = 20 if size <= 1 << 16 else 5
-        for algorithm in collective.algorithms():
-            _, typical = collective.time(algorithm, size // 4, repeats)
-            timings.append(Timing(algorithm, size, typical))
-    return CrossoverTable.build(timings, former=former)
-
-
-def crossovers(
-    collective: Collective,
-    most_bytes: int,
-    depends_on: dict[str, object],
-    anew: bool = False,
-    through: object = None,
-) -> CrossoverTable | None:
-    """The table of this group, in use afterwards: remembered by what it depends on, or measured.
-
-    The same on all ranks; None of a transport that knows one way only. `through`: what sums go through, if it
-    is not the collective itself.
-    """
-    timed = collective if through is None else through
-    if not isinstance(timed, Timed):
-        return None
-    memory = Remembered(CrossoverTable, "crossovers", depends_on)
-    known = memory.recall() if collective.rank == 0 and not anew else None
-    told = from_rank_0(collective, msgspec.msgpack.encode(known))
-    table = msgspec.msgpack.decode(told, type=CrossoverTable | None)
-    if table is None:
-        measured = measure_crossovers(timed, sizes_to_measure(most_bytes))
-        told = from_rank_0(collective, msgspec.msgpack.encode(measured))
-        table = msgspec.msgpack.decode(told, type=CrossoverTable)
-        if collective.rank == 0:
-            memory.keep(table)
-    use(timed, table)
-    return table
-
-
-def use(collective: Timed, table: CrossoverTable) -> None:
-    """Sums go by `table` from now on."""
-    collective.set_table([(entry.up_to_bytes, entry.algorithm) for entry in table.entries])
 
 
 @dataclass(frozen=True)
@@ -199,6 +131,9 @@ class Tuning:
         self._news: dict[str, Any] | None = None
         self.shares = Shares(config.layers)
         self._before = decoder.spent()
+        self._busy_s = 0.0
+        self._drift = None if self.table is None else Drift(self.table)
+        self._alike = self._steps = 0
         decoder.plan = self.plan
 
     @property
@@ -220,10 +155,42 @@ class Tuning:
         plan = self._planner.plan(tokens)
         self.shares.add(StepShare(tokens, compute_s, self._alone_s(plan), exposed_s, taken["norm"]))
         if self._collective.rank == 0 and tokens >= _LEARN_FROM:
-            self._corrector.observe(Measured(plan, compute_s - taken["head"], exposed_s))
+            self._corrector.observe(Measured(plan, compute_s - taken["head"], exposed_s, self._wire_s()))
             corrected = self._corrector.costs
             if _differ(corrected, self._planner.costs):
-                self._news = {"costs": corrected.to_plain()}
+                self._news = (self._news or {}) | {"costs": corrected.to_plain()}
+
+        if self._collective.rank == 0:
+            self._watch(tokens, len(plan) == 2)
+
+    def _wire_s(self) -> float | None:
+        """Seconds the links were taken since the last call; None if nothing went over any."""
+        if not isinstance(self._collective, NativeCollective):
+            return None
+        before, self._busy_s = self._busy_s, self._collective.busy_s()
+        return self._busy_s - before or None
+
+    def _watch(self, tokens: int, lone: bool) -> None:
+        """Notice if messages take other times than measured: told by steps that are all alike, and whose
+        messages are not under way together."""
+        if self._drift is None or self.table is None or not isinstance(self._collective, NativeCollective):
+            return
+        if not lone or tokens != self._alike:
+            self._alike, self._steps = tokens, 0
+            self._collective.drift()  # begins anew
+            return
+        self._steps += 1
+        if self._steps < _LONE_STEPS:
+            return
+        self._steps = 0
+        size = tokens * self._row_bytes
+        fastest = self._collective.drift().get(self.table.choose(size), {})
+        if (seconds := fastest.get(size.bit_length() - 1)) is not None:
+            self._drift.observe(size, seconds, time.monotonic(), _LONE_STEPS * 2 * self._costs.layers)
+        if (drifted := self._drift.drifted) is not None:
+            log.warning("%s", drifted.describe())
+            self._drift = None  # until measured anew
+            self._news = (self._news or {}) | {"measure": "crossovers"}
 
     def _alone_s(self, plan: Sequence[int]) -> float:
         """What the messages of a step take if nothing is computed meanwhile."""
@@ -241,6 +208,8 @@ class Tuning:
         """What rank 0 had to tell."""
         if "costs" in state:
             self._planner.use(Costs.from_plain(state["costs"]))
+        if "measure" in state:
+            self.measure_anew()
 
     def describe(self) -> dict[str, Any]:
         """All that is known of how this group communicates, as plain data: for `hortator profile comm`."""
@@ -304,16 +273,8 @@ class Tuning:
         self._costs = replace(self._costs, link=link)
         self._corrector = Corrector(self._costs)
         self._planner.use(self._costs)
+        self._drift = None if self.table is None else Drift(self.table)
         return {} if self.table is None else self.table.to_plain()
-
-
-def group_facts(collective: Collective, pinned: bool, cores: Sequence[int]) -> dict[str, object]:
-    """What the times of this group's messages depend on: on all ranks what rank 0 finds of all of them."""
-    mine = f"{socket.gethostname()} {sorted(cores) if pinned else len(os.sched_getaffinity(0))} {cpu_name()}"
-    digest = np.frombuffer(hashlib.sha256(mine.encode()).digest(), np.uint8)
-    places = [row.tobytes().hex()[:16] for row in collective.gather(digest)]
-    algorithms = collective.algorithms() if isinstance(collective, Timed) else ()
-    return {"ranks": collective.size, "places": places, "algorithms": algorithms}
 
 
 def _differ(a: Costs, b: Costs) -> bool:

@@ -16,7 +16,7 @@ from services.worker.collective.port import Collective, GroupLost
 from services.worker.collective.symmetric import symmetric_ways
 from services.worker.collective.tensors import ChosenReducer, Way
 from services.worker.collective.torch_dist import shared_store
-from services.worker.engine.tuning import crossovers
+from services.worker.engine.crossing import crossovers
 
 log = logging.getLogger(__name__)
 

@@ -207,6 +207,11 @@ class NativeDecoder:
         self._room = 0
         self._grow(64)
 
+    @property
+    def kernels(self) -> Kernels:
+        """The team that computes."""
+        return self._kernels
+
     def detail(self) -> dict[str, str]:
         return {"kernels": "native"}
 
