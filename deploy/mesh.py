@@ -21,6 +21,8 @@ _GATEWAY_GRACE_S = 8.0
 _SERVICE_GRACE_S = 4.0
 _WORKER_START_S = 300.0
 """Loading weights from a cold disk and timing the kernels takes a while; a crash is seen at once anyway."""
+_NODE_START_S = 86_400.0
+"""Ranks of another node are up when node 0 has come; how long they wait for it is their own setting."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def stages(
             name,
             f"worker-{name}",
             worker_settings(options, places, cores, device),
-            start_s=_WORKER_START_S,
+            start_s=_NODE_START_S if options.node_rank else _WORKER_START_S,
         )
         for name, cores, device in zip(names, shares, devices_of(options), strict=True)
     ]

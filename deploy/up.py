@@ -199,11 +199,11 @@ class _Mesh:
         say(
             f"starting {self._places.model_name} ({options.instances} instance(s){ranks}) in {self._run.path}"
         )
+        if options.node_rank:
+            say(f"node {options.node_rank} of {options.nodes} meets the others at {options.rendezvous}")
         await self._supervisor.start()
         if options.node_rank:
-            say(
-                f"ranks of node {options.node_rank} of {options.nodes} run; they meet at {options.rendezvous}"
-            )
+            say(f"ready: the ranks of node {options.node_rank} are in their group")
             return
         say("all processes are up; waiting for a canary to pass")
         await self._until_ready()

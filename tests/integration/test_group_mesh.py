@@ -84,7 +84,7 @@ def test_a_second_node_runs_nothing_but_ranks(tmp_path: Path) -> None:
         with Mesh.start(tmp_path, *group) as mesh:
             assert complete(mesh)["usage"]["completion_tokens"] == 8
             said = (tmp_path / "other.log").read_text()
-            assert "ranks of node 1 of 2 run" in said
+            assert "ready: the ranks of node 1 are in their group" in said
             shown = subprocess.run(
                 [*HORTATOR, "status", "--run-dir", str(other)], capture_output=True, text=True, check=False
             )
@@ -100,6 +100,31 @@ def test_a_second_node_runs_nothing_but_ranks(tmp_path: Path) -> None:
         node.send_signal(signal.SIGTERM)
         assert node.wait(20) == 0
         assert "stopped" in (tmp_path / "other.log").read_text()
+
+
+def test_a_node_that_differs_ends_with_what_differs(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of this test\n")
+    group = ["--mock", "--tp", "2", "--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}"]
+    group += ["--group-secret-file", str(secret)]
+    up = [*HORTATOR, "up", "--run-dir"]
+    with (tmp_path / "up.log").open("wb") as log:
+        lead = subprocess.Popen(
+            [*up, str(tmp_path / "run"), *group, "--http", "127.0.0.1:0"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+    try:
+        node = [*up, str(tmp_path / "other"), *group, "--node-rank", "1", "--set", "worker.block_tokens=32"]
+        ended = subprocess.run(node, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 1
+        assert "w0 cannot start: rank 1 (node 1, " in ended.stdout
+        assert "block_tokens is 32, of rank 0 16; start all nodes with the same" in ended.stdout
+        assert lead.poll() is None
+    finally:
+        lead.send_signal(signal.SIGTERM)
+        assert lead.wait(30) == 0
 
 
 def group_of_other(mesh: Mesh) -> list[str]:

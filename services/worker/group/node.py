@@ -5,7 +5,6 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
 
 import structlog
 
@@ -32,42 +31,85 @@ def run_node(settings: WorkerSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os.write(tell, bytes([number])) and None)
     host, port = rendezvous_of(settings)
-    ranks = {
-        rank: start_rank(rank_settings(settings, layout, rank, spare), ["--rank", str(rank)])
-        for rank in layout.ranks_of(settings.node_rank)
-    }
-    log.info("ranks of this node run", ranks=sorted(ranks), rendezvous=f"{host}:{port}", pid=os.getpid())
-    if settings.ready_file:
-        process.write_ready_file(settings.ready_file, "")
-    ended = _first_end(ranks, told)
-    for each in ranks.values():
-        each.terminate()
-    deadline = time.monotonic() + _GRACE_S
-    for each in ranks.values():
-        try:
-            each.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            each.kill()
-            each.wait()
+    ranks = _Ranks(told)
+    for rank in layout.ranks_of(settings.node_rank):
+        ranks.start(rank, rank_settings(settings, layout, rank, spare))
+    log.info("ranks of this node run", ranks=sorted(ranks.each), rendezvous=f"{host}:{port}", pid=os.getpid())
+    ended = ranks.until_formed_or_end()
+    if ranks.formed:
+        log.info("ranks of this node are in their group")
+        if settings.ready_file:
+            process.write_ready_file(settings.ready_file, "")
+        ended = ranks.until_end()
+    ranks.stop()
     if ended is None:
         log.info("stopped")
         return 0
-    code = ranks[ended].returncode
+    code = ranks.each[ended].returncode
     log.info("the group is over", rank=ended, exit_status=code)
     return 1 if code else 0
 
 
-def _first_end(ranks: Mapping[int, "subprocess.Popen[bytes]"], told: int) -> int | None:
-    """The rank that ended first; None if this process is to stop."""
-    waiting = select.poll()
-    waiting.register(told, select.POLLIN)
-    pidfds = {os.pidfd_open(each.pid): rank for rank, each in ranks.items()}
-    for pidfd in pidfds:
-        waiting.register(pidfd, select.POLLIN)
-    ready = [fd for fd, _ in waiting.poll()]
-    first = None if told in ready else pidfds[ready[0]]
-    for pidfd in pidfds:
-        os.close(pidfd)
-    if first is not None:
-        ranks[first].wait()
-    return first
+class _Ranks:
+    """The rank processes of this node. `told` becomes readable when this process is to stop."""
+
+    def __init__(self, told: int) -> None:
+        self.each: dict[int, subprocess.Popen[bytes]] = {}
+        self._told = told
+        self._waiting = select.poll()
+        self._waiting.register(told, select.POLLIN)
+        self._ends: dict[int, int] = {}
+        self._says: set[int] = set()
+        # pidfd → rank; and what ranks write to once they are in their group
+
+    @property
+    def formed(self) -> bool:
+        return not self._says
+
+    def start(self, rank: int, own: WorkerSettings) -> None:
+        says, formed = os.pipe()
+        self.each[rank] = start_rank(own, ["--rank", str(rank), "--formed", str(formed)], (formed,))
+        os.close(formed)
+        end = os.pidfd_open(self.each[rank].pid)
+        self._says.add(says)
+        self._ends[end] = rank
+        for fd in (says, end):
+            self._waiting.register(fd, select.POLLIN)
+
+    def until_formed_or_end(self) -> int | None:
+        """Until every rank is in its group; else as `until_end`."""
+        while self._says:
+            ready = [fd for fd, _ in self._waiting.poll()]
+            if self._told in ready:
+                return None
+            for fd in self._says & set(ready):
+                # Closed without a word: its end follows.
+                if os.read(fd, 1):
+                    self._says.discard(fd)
+                self._waiting.unregister(fd)
+                os.close(fd)
+            for end in self._ends.keys() & set(ready):
+                return self._ended(end)
+        return None
+
+    def until_end(self) -> int | None:
+        """The rank that ends first; None if this process is told to stop before."""
+        ready = [fd for fd, _ in self._waiting.poll()]
+        return None if self._told in ready else self._ended(ready[0])
+
+    def stop(self) -> None:
+        """End them all, one way or the other."""
+        for each in self.each.values():
+            each.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for each in self.each.values():
+            try:
+                each.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                each.kill()
+                each.wait()
+
+    def _ended(self, end: int) -> int:
+        rank = self._ends[end]
+        self.each[rank].wait()
+        return rank

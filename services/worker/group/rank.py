@@ -35,16 +35,19 @@ def main() -> None:
     except CannotStart as error:
         structlog.get_logger().error("cannot start", error=str(error))
         raise SystemExit(1) from None
-    raise SystemExit(serve(settings, place))
+    raise SystemExit(serve(settings, place, arguments.formed))
 
 
-def serve(settings: WorkerSettings, place: Place) -> int:
-    """A rank's whole life in its group. Returns the exit status."""
+def serve(settings: WorkerSettings, place: Place, formed: int | None) -> int:
+    """A rank's whole life in its group, in which it is once it has written to `formed`.
+
+    Returns the exit status.
+    """
     log = structlog.get_logger()
     channel = place.channel
     ends = EndsWith(channel, place.membership.abort)
     try:
-        _serve(settings, place)
+        _serve(settings, place, formed)
     except ChannelLost as error:
         log.info("rank 0 is gone", why=str(error))
     except GroupLost as error:
@@ -74,7 +77,7 @@ class Refused(CannotStart):
     """Rank 0 does not take this rank."""
 
 
-def _serve(settings: WorkerSettings, place: Place) -> None:
+def _serve(settings: WorkerSettings, place: Place, formed: int | None) -> None:
     membership, channel = place.membership, place.channel
     hello = Hello(
         rank=membership.rank,
@@ -96,6 +99,9 @@ def _serve(settings: WorkerSettings, place: Place) -> None:
     compute = Compute(executor, batch_for(settings, executor.info))
     membership.hurry(LIMIT_S)
     channel.send(Built(facts_built(executor.info)))
+    if formed is not None:
+        os.write(formed, b"1")
+        os.close(formed)
     structlog.get_logger().info("rank follows", **dict(executor.info.detail))
     gc.collect()
     gc.freeze()
@@ -119,6 +125,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--control", type=int)
     parser.add_argument("--memory", type=int)
+    parser.add_argument("--formed", type=int)
     parser.add_argument("--peers", type=_peers, default=[])
     return parser.parse_args(sys.argv[1:])
 
