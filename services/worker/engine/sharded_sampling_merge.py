@@ -158,7 +158,7 @@ def _nothing_precedes(rows: _Merged, scaled: F32, held_back: F32, border: F32) -
     """Whether no value that a rank did not send comes before the candidates that end with `border`."""
     below = ~rows.more | (held_back < border[:, None])
     if below.all():
-        return below.all(axis=1)
+        return np.ones(len(below), np.bool_)
     # A rank's last candidate is as likely as the border. What it held back may be equal to its last, then it
     # has higher ids than those sent; but scaling may have made others equal, in no order of ids.
     temperature = rows.draws["temperature"]
@@ -196,6 +196,6 @@ def _draw(ids: NDArray[np.int32], weights: F64, kept: I64, uniform: F64) -> I64:
     return _at(np.take_along_axis(first, order, axis=1), place).astype(np.int64)
 
 
-def _at(values: NDArray, places: I64) -> NDArray:  # type: ignore[type-arg]
+def _at(values: NDArray, places: I64) -> NDArray:
     """values[i, places[i]], places below 0 taken as 0."""
     return np.take_along_axis(values, np.maximum(places, 0)[:, None], axis=1)[:, 0]

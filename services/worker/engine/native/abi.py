@@ -144,10 +144,14 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hortator_scan.restype = None
     library.hortator_draw.argtypes = [Pointer, Pointer, c_int64, c_int64, Pointer, c_int64, Pointer]
     library.hortator_draw.restype = None
-    what = [Pointer, c_int64, c_int64, c_int64, Pointer, c_int64]
-    library.hortator_look.argtypes = [Pointer, *what, Pointer, Pointer]
+    library.hortator_look.argtypes = [
+        *(Pointer, Pointer, c_int64, c_int64, c_int64),
+        *(Pointer, c_int64, Pointer, Pointer),
+    ]
     library.hortator_look.restype = None
-    what = [Pointer, c_int64, c_int64, Pointer, Pointer, Pointer, c_int64, c_int64]
-    library.hortator_decide.argtypes = [Pointer, *what, Pointer]
+    library.hortator_decide.argtypes = [
+        *(Pointer, Pointer, c_int64, c_int64, Pointer, Pointer, Pointer),
+        *(c_int64, c_int64, Pointer),
+    ]
     library.hortator_decide.restype = None
     return library
