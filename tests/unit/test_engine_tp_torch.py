@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_support import save_tiny
+from engine_support import Driver, greedy, save_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,11 +30,13 @@ from services.worker.engine.cuda.draw import (  # noqa: E402
 from services.worker.engine.cuda.planning import plan_by_measuring  # noqa: E402
 from services.worker.engine.decoder import TorchDecoder  # noqa: E402
 from services.worker.engine.device import Device  # noqa: E402
+from services.worker.engine.executor import EngineOptions, TorchExecutor  # noqa: E402
 from services.worker.engine.kvcache import KvCache, KvPlan  # noqa: E402
 from services.worker.engine.shards import ShardedFolder, shard_of  # noqa: E402
 from services.worker.engine.weights import ModelFolder  # noqa: E402
 from services.worker.parallel.crossover import CrossoverTable, Timing  # noqa: E402
 from services.worker.step import NOT_FINITE  # noqa: E402
+from shared.wire import Sampling  # noqa: E402
 from tests.support.device_executor import kv_with_scratch  # noqa: E402
 from tests.support.thread_group import ThreadRank, on_ranks  # noqa: E402
 from tests.support.tp_steps import ARCHITECTURES, BLOCK, Steps, cut, family_and_sizes, joined  # noqa: E402
@@ -380,3 +382,38 @@ def test_whoever_waits_for_a_device_hears_that_the_group_is_lost() -> None:
     assert not on_the_way.ready()
     with pytest.raises(GroupLost, match="rank 1 is gone"):
         on_the_way.ready()
+
+
+SAMPLINGS = (
+    greedy(9),
+    Sampling(max_tokens=9, temperature=0.8, seed=7),
+    Sampling(max_tokens=9, temperature=0.9, top_k=20, top_p=0.9, seed=8, logprobs=2),
+)
+
+
+def executor(path: Path, end: Collective, on_device: bool) -> TorchExecutor:
+    """Of plain torch, or computing as on a CUDA device."""
+    options = EngineOptions("float32", kv_bytes=1 << 22, kernels="torch", measure_s=0, threads=1, max_len=128)
+    made = TorchExecutor(path, options, end)
+    if on_device:
+        own = shard(path, end)
+        made._kv = kv_with_scratch(own.config, "float32", CPU, made.info.blocks_total, made.info.block_tokens)
+        reducer = None if end.size == 1 else HostReducer(end)
+        made._decoder = CudaDecoder(own, made._kv, torch.float32, reducer=reducer)
+        made._decoder.plan = lambda tokens: cut(tokens, 3)
+        made._info = replace(made._info, overlaps=True)
+    return made
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["plain", "device"])
+@pytest.mark.parametrize("kinds", [SAMPLINGS[:2], SAMPLINGS], ids=["drawn on devices", "drawn on hosts"])
+def test_a_group_generates_what_one_rank_does(nine_heads: Path, on_device: bool, kinds: Any) -> None:
+    prompts = [list(range(3 + i, 40 + 7 * i)) for i in range(len(kinds))]
+
+    def generated(end: Any) -> list[list[int]]:
+        runs = Driver(executor(nine_heads, end, on_device)).generate(prompts, list(kinds), chunk=16)
+        return [run.tokens for run in runs]
+
+    expected = generated(LOOPBACK)
+    assert [len(tokens) for tokens in expected] == [9] * len(kinds)
+    assert on_ranks(3, generated) == [expected] * 3
