@@ -20,7 +20,7 @@ class Nccl:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: "dist.Store",
         rank: int,
         size: int,
         device: torch.device,

@@ -29,7 +29,7 @@ _SLICE = timedelta(milliseconds=50)
 _MOST_FLOATS = 1 << 22
 
 
-def open_store(address: str, rank: int, size: int, limit_s: float = 60.0) -> dist.Store:
+def open_store(address: str, rank: int, size: int, limit_s: float = 60.0) -> "dist.Store":
     """Where the ranks find each other: `file:///PATH`, fresh and on a file system all see, or
     `tcp://HOST:PORT`, where rank 0 listens. Raises ValueError."""
     scheme, _, rest = address.partition("://")
@@ -41,7 +41,7 @@ def open_store(address: str, rank: int, size: int, limit_s: float = 60.0) -> dis
     raise ValueError(f"rendezvous {address!r}: give file:///PATH or tcp://HOST:PORT")
 
 
-def shared_store(collective: Collective, host: str = "127.0.0.1", limit_s: float = 60.0) -> dist.Store:
+def shared_store(collective: Collective, host: str = "127.0.0.1", limit_s: float = 60.0) -> "dist.Store":
     """A store of a group that is formed already, for what torch forms in it. All ranks call it at once.
 
     `host`: an address by which all of them reach rank 0, which keeps it. Raises `GroupLost`.
@@ -72,7 +72,7 @@ class TorchDistCollective:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, limit_s: float = 20.0, host: str | None = None
+        self, store: "dist.Store", rank: int, size: int, limit_s: float = 20.0, host: str | None = None
     ) -> None:
         self.rank, self.size = rank, size
         self._lost = ""

@@ -123,21 +123,15 @@ class Group {
     // False: the group is lost.
     bool all_reduce(float* values, int64_t floats) {
         const Algorithm algorithm = choose(floats, Kind::kSum);
-        // Ranks that have a core each hand over pieces that stay in the cache.
-        const bool pieces = algorithm == Algorithm::kOneShot && setup_.spin_s > 0;
-        const int64_t piece = pieces ? std::min(kPieceFloats, setup_.most_floats / 2 + 1) : setup_.most_floats;
-        const int64_t ahead = pieces ? 2 : 1;
-        const auto size_at = [&](int64_t first) { return std::min(piece, floats - first); };
-        for (int64_t sent = 0, landed = 0; landed < floats;) {
-            for (; sent < floats && sent < landed + ahead * piece; sent += size_at(sent)) {
-                hand_over(room(size_at(sent), Kind::kSum, algorithm), values + sent, size_at(sent));
-                begin();
-            }
-            Landed parts;
-            if (!land(parts)) return false;
-            complete(values + landed, parts, setup_.rank, size_at(landed));
+        for (int64_t done = 0; done < floats;) {
+            const int64_t now = std::min(floats - done, setup_.most_floats);
+            hand_over(room(now, Kind::kSum, algorithm), values + done, now);
+            begin();
+            Landed landed;
+            if (!land(landed)) return false;
+            complete(values + done, landed, setup_.rank, now);
             release();
-            landed += size_at(landed);
+            done += now;
         }
         return !loss_.lost();
     }
@@ -221,7 +215,7 @@ class Group {
         Algorithm algorithm;
     };
 
-    static constexpr int64_t kPieceFloats = 12288, kAlike = 8;
+    static constexpr int64_t kAlike = 8;
 
     static Group& of(void* self) { return *static_cast<Group*>(self); }
     Flight& at(uint64_t number) { return flights_[number % kMostMessages]; }
