@@ -172,9 +172,10 @@ class WorkerService:
             return
         self._log.error("engine failed", exc_info=error)
         self._failure = error
-        self._session.fail(f"{type(error).__name__}: {error}")
-        self._say(self._session.beat())
         self._over.set()
+        if self._current is not None:  # a group may be lost before anybody has heard of the instance
+            self._session.fail(f"{type(error).__name__}: {error}")
+            self._say(self._session.beat())
 
     # What the bus brings.
 

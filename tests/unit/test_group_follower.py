@@ -1,5 +1,6 @@
 """A rank that follows does what rank 0 did: the same steps, begun and finished in the same order."""
 
+import asyncio
 import random
 import socket
 import threading
@@ -11,6 +12,7 @@ import pytest
 from device_support import FakeDevice, PendingStep
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 from random_frames import NAME, SHAPE, RandomScheduler, frame, schedule
 
 from services.worker.collective.port import GroupLost
@@ -29,8 +31,11 @@ from services.worker.group.messages import (
     Tune,
     encode,
 )
+from services.worker.runner import ThreadRunner
+from services.worker.service import EngineFailed, Identity, WorkerService
 from services.worker.slots import Batch
 from services.worker.step import SlotArrays, StepInput
+from shared.bus.memory import MemoryBroker
 from shared.wire import Admit, Sampling, Step, Work
 from shared.wire.base import encode as encode_frame
 
@@ -281,6 +286,18 @@ def test_a_rank_that_takes_nothing_is_lost_after_a_while_and_not_before(
         flood(lead)
     # A steady step is a hundred bytes: many of them wait before rank 0 does.
     assert len(sent) >= 2
+
+
+async def test_a_group_that_is_lost_as_soon_as_it_is_formed_ends_the_worker() -> None:
+    class Lost(Tape):
+        def when_lost(self, then: Callable[[GroupLost], None]) -> None:
+            then(GroupLost("rank 1 was killed by SIGKILL"))
+
+    runner = ThreadRunner(lambda: rank(Device(False), Lost()))
+    identity = Identity("w0", "m", 1, SHAPE.max_slots, 100)
+    service = WorkerService(MemoryBroker(1 << 20).connect(), runner, identity, CollectorRegistry())
+    with pytest.raises(EngineFailed, match="rank 1 was killed by SIGKILL"):
+        await asyncio.wait_for(service.run(asyncio.Event()), 5)
 
 
 def test_the_end_of_rank_0_frees_a_rank_that_waits_in_a_collective() -> None:
