@@ -99,7 +99,7 @@ class Rank:
         """The whole model's, on rank 0's CPU: a prompt, in one chunk and in several, and single tokens."""
         dtype = getattr(torch, self.args.dtype)
         shard = shard_of(self.folder, self.rank, self.args.tp, filled=True)
-        blocks = self.args.tokens // BLOCK_TOKENS + 4
+        blocks = max(200, self.args.tokens) // BLOCK_TOKENS + 4
         kv = kv_with_scratch(shard.config, self.args.dtype, self.device, blocks, BLOCK_TOKENS)
         decoder = CudaDecoder(shard, kv, dtype, reducer=self.reducer)
         if self.group is not None:
