@@ -1,5 +1,6 @@
 """Who is in a group and what each rank has of its machine; how ranks differ, and prove themselves."""
 
+import json
 import os
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from services.worker.group.facts import SAME, difference, facts_of, rank_env
 from services.worker.group.handshake import Caller, NotOfTheGroup, OtherSecret, Purpose, examine, introduce
 from services.worker.group.layout import devices_of, layout_of, rank_settings
 from services.worker.group.local import MODULE, start_rank
+from services.worker.group.membership import most_floats
+from services.worker.parallel.pinning import Cpu
 from services.worker.settings import WorkerSettings, parse_cores
 from shared.runtime.settings import SettingsError, load
 
@@ -24,6 +27,21 @@ def settings(**more: Any) -> WorkerSettings:
     return WorkerSettings(**{"instance": "w0", "mock": True} | more)
 
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 512,
+}
 SEVERAL = {"rendezvous": "10.0.0.1:29400", "group_secret": "x" * 16}
 
 
@@ -119,6 +137,15 @@ def test_a_rank_starts_where_neither_torch_nor_a_compiler_is() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_model_that_cannot_be_split_so_is_refused_before_a_rank_is_started(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match="--tp 5: only 4 query heads for as many ranks"):
+        most_floats(settings(mock=False, model_dir=str(tmp_path), tp=5))
+    floats = most_floats(settings(mock=False, model_dir=str(tmp_path), tp=4, max_step_tokens=100_000))
+    assert floats == 2 * 64 * 100_000
+    assert most_floats(settings(mock=False, model_dir=str(tmp_path / "none"), tp=5))
+
+
 def test_every_fact_is_a_setting() -> None:
     assert all(hasattr(settings(), name) for name in SAME)
 
@@ -212,3 +239,12 @@ def test_whoever_does_not_prove_itself_in_time_is_turned_away(sent: bytes, monke
         examine(theirs, "s" * 16)
     ours.close()
     theirs.close()
+
+
+def test_ranks_get_cores_of_one_cache_where_the_machine_tells() -> None:
+    # Two caches of four processors each, two to a core: numbered as systems do, siblings far apart.
+    cpus = [Cpu(i, i % 4, (i % 4) // 2, 0) for i in range(8)]
+    of = settings(tp=2, cores="0-7")
+    shares = [rank_settings(of, layout_of(of), rank, 8, cpus).cores for rank in range(2)]
+    assert shares == ["0,1", "2,3"]
+    assert [rank_settings(of, layout_of(of), rank, 8).cores for rank in range(2)] == ["0,1,2,3", "4,5,6,7"]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from services.worker.parallel.pinning import Cpu, pin
 from services.worker.parallel.split import deal
 from services.worker.settings import WorkerSettings, parse_cores
 from shared.runtime.settings import SettingsError
@@ -64,18 +65,20 @@ def rendezvous_of(settings: WorkerSettings) -> tuple[str, int]:
     return host, int(port)
 
 
-def rank_settings(settings: WorkerSettings, layout: Layout, rank: int, spare: int) -> WorkerSettings:
+def rank_settings(
+    settings: WorkerSettings, layout: Layout, rank: int, spare: int, cpus: Sequence[Cpu] = ()
+) -> WorkerSettings:
     """What `rank` computes with: its share of the cores this node's part of the instance has, and its device.
 
-    `spare`: how many cores the process may run on, for when the instance has none to itself.
+    `spare`: how many cores the process may run on, for when the instance has none to itself. `cpus`: what is
+    known of the machine, so that a rank gets cores of one cache and a group of one NUMA node.
     """
     here = layout.ranks_of(settings.node_rank)
     place = here.index(rank)
     own = parse_cores(settings.cores)
     share: Sequence[int] = ()
     if len(own) >= len(here):
-        run = deal(len(own), len(here))[place]
-        share = own[run.start : run.stop]
+        share = _shares(own, len(here), settings.threads or None, cpus)[place]
     threads = settings.threads or max(1, len(share) or spare // len(here))
     return replace(
         settings,
@@ -83,6 +86,15 @@ def rank_settings(settings: WorkerSettings, layout: Layout, rank: int, spare: in
         cores=",".join(map(str, share)),
         device=devices_of(settings.device, len(here))[place],
     )
+
+
+def _shares(
+    own: Sequence[int], ranks: int, threads: int | None, cpus: Sequence[Cpu]
+) -> Sequence[Sequence[int]]:
+    known = [cpu for cpu in cpus if cpu.id in own]
+    if len(known) < len(own):
+        return [own[run.start : run.stop] for run in deal(len(own), ranks)]
+    return [sorted(rank) for rank in pin(known, ranks, threads=threads).cores[0]]
 
 
 def spin_us(own: WorkerSettings, layout: Layout) -> float:
