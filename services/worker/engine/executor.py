@@ -183,7 +183,7 @@ class TorchExecutor:
         if isinstance(self._decoder, CudaDecoder):
             tokens = self._decoder.begin_draw(logits, step, slots)
             drawn = tokens is not None
-            pending = _OnDevice(self, step, slots, batch, tokens or OnTheWay(logits), drawn)
+            pending = _OnDevice(self, step, slots, batch, tokens or self._decoder.bring(logits), drawn)
         self._batch_s += built - begun
         self._forward_s += time.perf_counter() - built
         if self._tuning is not None:
