@@ -3,6 +3,7 @@
 // std::atomic::wait sleeps on futexes of one process, so that those here are called by hand.
 #pragma once
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -52,11 +53,13 @@ struct alignas(kLine) Counter {
     bool wait(uint32_t number, double spin_s, double limit_s, Stop stop) {
         if (reached(number)) return true;
         const double start = seconds();
-        while (seconds() - start < spin_s) {
+        for (double passed = 0; passed < spin_s; passed = seconds() - start) {
             for (int i = 0; i < 32; i++) {
                 if (reached(number)) return true;
                 relax();
             }
+            // Who is waited for may be on this very core.
+            if (passed > kAlone_s) sched_yield();
         }
         waiting.fetch_add(1, std::memory_order_seq_cst);
         bool here = false;
@@ -72,7 +75,7 @@ struct alignas(kLine) Counter {
     }
 
   private:
-    static constexpr double kSlice_s = 0.05;
+    static constexpr double kSlice_s = 0.05, kAlone_s = 3e-6;
 
     uint32_t* address() { return reinterpret_cast<uint32_t*>(&value); }
 
