@@ -157,7 +157,7 @@ def test_a_native_pass_gathers_parts_by_rank(passes):
 
 def test_ranks_that_send_different_messages_lose_the_group_instead_of_adding_them(several):
     def work(end):
-        with pytest.raises(GroupLost, match="out of step|has ended"):
+        with pytest.raises(GroupLost, match=r"out of step|has ended"):
             sums_of(end, [100, 100 + end.rank, 100])
         return True
 
