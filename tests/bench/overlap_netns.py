@@ -24,6 +24,8 @@ from tests.support.netns import pair, unavailable
 MODULE = "tests.bench.overlap_netns"
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PORT = 29_400
+LEARNING = 8
+"""Steps after which costs were corrected enough."""
 LIMITS = {"pair": 1.08, "prefill": 1.05}
 """Most that a pass as planned may take, as a multiple of the larger of computing and communicating."""
 
@@ -85,6 +87,12 @@ def rank_main(args: argparse.Namespace) -> None:
     naive = NaiveGloo(args.rank, addresses, args.tokens * hidden)
     one = cut(args.tokens, 1)
     rig.whole(one, 1)
+    # As a worker forms its group: algorithms timed, costs measured, chunks planned; then steps to learn from.
+    tuning = rig.tune(args.tokens)
+    for _ in range(LEARNING):
+        rig.whole(tuning.plan(args.tokens), 1)
+        rig.learn(tuning)
+    planned = len(tuning.plan(args.tokens)) - 1
 
     def slowest(walls: list[float]) -> list[float]:
         told = collective.gather(np.array(walls).view(np.uint8)).view(np.float64)
@@ -107,13 +115,14 @@ def rank_main(args: argparse.Namespace) -> None:
             # All but two messages of a prefill are of all its tokens.
             alone = rig.messages(counts[name], args.tokens * hidden, 1)[0]
             walls.setdefault("communication", []).append(alone)
-            for count in COUNTS:
+            for count in sorted({*COUNTS, planned}):
                 walls.setdefault(f"chunks {count}", []).append(run(cut(args.tokens, count)).wall)
             if name == "pair":
                 rig.decoder._model.exchange = ctypes.pointer(naive.exchange)
                 walls.setdefault("gloo in 4", []).append(run(cut(args.tokens, 4)).wall)
                 rig.silence(False)
         report[name] = {what: median(slowest(each)) for what, each in walls.items()}
+        report[name]["planned"] = planned
     collective.close()
     if args.rank == 0:
         print(json.dumps(report))
@@ -198,7 +207,7 @@ def draw(measured: dict[str, Any]) -> Any:
     )
     for axes_row, (rate, sizes) in zip(grid, measured.items()):
         for axes, (name, found) in zip(axes_row, sizes.items()):
-            counts = [count for count in COUNTS if f"chunks {count}" in found]
+            counts = sorted(int(what.split()[1]) for what in found if what.startswith("chunks "))
             axes.plot(counts, [found[f"chunks {count}"] * 1e3 for count in counts], "o-", label="measured")
             planned = found["planned"]
             chosen = found[f"chunks {planned:.0f}"] * 1e3

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -16,10 +17,13 @@ from services.worker.collective import abi
 from services.worker.collective.native import NativeCollective
 from services.worker.collective.port import Collective
 from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.crossing import from_rank_0
 from services.worker.engine.formats import weight_format
 from services.worker.engine.kvcache import KvCache, KvPlan
 from services.worker.engine.native.decoder import Kernels, NativeDecoder
+from services.worker.engine.remembered import Remembered
 from services.worker.engine.shards import shard_of
+from services.worker.engine.tuning import Tuning
 from services.worker.engine.weights import ModelFolder
 from services.worker.step import I32
 from tests.support.tp_sockets import connect_all
@@ -77,6 +81,7 @@ class Rig:
         self._exchange = self.decoder._model.exchange
         self._batch = prompt(tokens, shard.whole.vocab_size)
         self.tokens = tokens
+        self._kv, self._config = kv, shard.whole
 
     def barrier(self) -> None:
         self.collective.gather(np.zeros(1, np.uint8))
@@ -84,6 +89,19 @@ class Rig:
     def silence(self, silent: bool) -> None:
         """Whether passes wait for nobody from now on."""
         self.decoder._model.exchange = ctypes.pointer(self._silent.exchange) if silent else self._exchange
+
+    def tune(self, tokens: int) -> Tuning:
+        """What a worker's executor does when its group is formed. Nothing of it is remembered."""
+        Remembered.recall, Remembered.keep = lambda _: None, lambda *_: None  # type: ignore[method-assign]
+        facts: dict[str, object] = {"benchmark": True}
+        return Tuning(self.collective, self.decoder, self._kv, self._config, tokens, facts)
+
+    def learn(self, tuning: Tuning) -> None:
+        """Between two steps: what rank 0 learnt is told to all."""
+        tuning.observe(self.tokens)
+        news = from_rank_0(self.collective, msgspec.msgpack.encode(tuning.news()))
+        if (state := msgspec.msgpack.decode(news)) is not None:
+            tuning.tune(state)
 
     def whole(self, chunks: I32, repeats: int) -> list[Timing]:
         """A prompt of all tokens, from ids to logits, `repeats` times."""
