@@ -57,10 +57,11 @@ def _form(
 ) -> Executor:
     spare = len(parse_cores(settings.cores) or os.sched_getaffinity(0))
     own = {rank: rank_settings(settings, layout, rank, spare) for rank in layout.ranks_of(0)}
+    floats = most_floats(settings)
     if layout.nodes == 1:
-        welcome = _of_one_node(settings, members, membership, own)
+        welcome = _of_one_node(settings, members, membership, own, floats)
     else:
-        welcome = _of_several(settings, layout, members, membership, own)
+        welcome = _of_several(settings, layout, members, membership, own, floats)
     executor = build(own[0], membership.join(welcome, spin_us(own[0], layout), settings.group_start_s))
     ours = facts_built(executor.info)
     members.until(lambda member: member.built, "has not loaded its part of the model", settings.group_start_s)
@@ -78,8 +79,9 @@ def _of_one_node(
     members: Members,
     membership: Membership,
     own: Mapping[int, WorkerSettings],
+    floats: int,
 ) -> Welcome:
-    native, floats = can_native(), most_floats(settings)
+    native = can_native()
     if native:
         membership.memory_fd = make_memory(membership.size, floats)
     start_local(members, own, membership)
@@ -95,6 +97,7 @@ def _of_several(
     members: Members,
     membership: Membership,
     own: Mapping[int, WorkerSettings],
+    floats: int,
 ) -> Welcome:
     native = can_native()
     with Meeting(settings, layout, members, facts_of(settings)) as meeting:
@@ -105,7 +108,7 @@ def _of_several(
         except TimeoutError as error:
             raise TimeoutError(f"{error}{meeting.last_refused()}") from None
         native = native and all(member.hello and member.hello.can_native for member in members.each.values())
-        welcome = Welcome(native, most_floats(settings), meeting.addresses())
+        welcome = Welcome(native, floats, meeting.addresses())
         members.welcome(welcome)
         membership.peers |= meeting.peers.connected([], settings.group_secret, settings.group_start_s)
     return welcome

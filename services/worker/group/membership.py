@@ -9,9 +9,11 @@ from pathlib import Path
 from services.worker.collective.library import library
 from services.worker.collective.native import NativeCollective
 from services.worker.collective.port import Collective
+from services.worker.engine.config import ModelConfig, parse_config
 from services.worker.engine.native.build import KernelsUnavailable
 from services.worker.group.messages import Welcome
 from services.worker.group.plain import PlainCollective
+from services.worker.parallel.split import plan_shards
 from services.worker.settings import WorkerSettings
 
 LIMIT_S = 20.0
@@ -96,11 +98,20 @@ def can_native() -> bool:
 
 
 def most_floats(settings: WorkerSettings) -> int:
-    """Floats that may be in flight at once: the widest thing summed, for all tokens of a step, twice."""
-    hidden = 0
-    if settings.model_dir:
-        try:
-            hidden = int(json.loads((Path(settings.model_dir) / "config.json").read_text())["hidden_size"])
-        except (OSError, ValueError, KeyError, TypeError):
-            hidden = 0  # whoever loads the model says what is wrong with it
-    return max(_LEAST_FLOATS, 2 * hidden * settings.max_step_tokens)
+    """Floats that may be in flight at once: the widest thing summed, for all tokens of a step, twice.
+
+    Raises ValueError for a model that cannot be computed, or not by so many ranks: before any is started.
+    """
+    config = None if settings.mock else _config(Path(settings.model_dir) / "config.json", settings)
+    if config is None:
+        return _LEAST_FLOATS
+    plan_shards(config, settings.tp)
+    return max(_LEAST_FLOATS, 2 * config.hidden * settings.max_step_tokens)
+
+
+def _config(path: Path, settings: WorkerSettings) -> ModelConfig | None:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # whoever loads the model says what is wrong with the folder
+    return parse_config(raw, str(path), settings.max_len or None) if isinstance(raw, dict) else None
