@@ -23,7 +23,7 @@ def write(folder: Path, seed: int = 0) -> Path:
     source = resolve("smollm2-135m-instruct").path
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if file.is_file() and file.suffix in (".json", ".jinja", ".txt"):
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt") and file.name != "manifest.json":
             shutil.copy(file, folder / file.name)
     config = json.loads((source / "config.json").read_text()) | CHANGED
     (folder / "config.json").write_text(json.dumps(config))
