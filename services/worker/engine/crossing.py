@@ -38,6 +38,19 @@ class Timed(Protocol):
     def set_table(self, table: list[tuple[int, str]]) -> None: ...
 
 
+@runtime_checkable
+class Watched(Protocol):
+    """A transport that tells what its messages took."""
+
+    def busy_s(self) -> float:
+        """Seconds in which a message was under way on a link."""
+        ...
+
+    def drift(self) -> dict[str, dict[int, float]]:
+        """By algorithm: c → least seconds of messages of 2^c … 2^(c+1) - 1 bytes since the last call."""
+        ...
+
+
 def from_rank_0(collective: Collective, told: bytes) -> bytes:
     """What rank 0 told, on every rank; of the others `told` does not matter."""
     length = int(collective.gather(np.array([len(told)], np.int64).view(np.uint8))[0].view(np.int64)[0])

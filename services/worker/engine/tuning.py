@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from services.worker.collective.native import NativeCollective
 from services.worker.collective.port import Collective
 from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
-from services.worker.engine.crossing import crossovers
+from services.worker.engine.crossing import Watched, crossovers
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.native.decoder import NativeDecoder
 from services.worker.parallel.advice import Advice, Layer, Scaled, advise
@@ -132,8 +131,9 @@ class Tuning:
         self.shares = Shares(config.layers)
         self._before = decoder.spent()
         self._busy_s = 0.0
-        self._drift = None if self.table is None else Drift(self.table)
+        self._asked = False
         self._alike = self._steps = 0
+        self._watch_anew()
         decoder.plan = self.plan
 
     @property
@@ -159,21 +159,22 @@ class Tuning:
             corrected = self._corrector.costs
             if _differ(corrected, self._planner.costs):
                 self._news = (self._news or {}) | {"costs": corrected.to_plain()}
-
-        if self._collective.rank == 0:
-            self._watch(tokens, len(plan) == 2)
+        self._watch(tokens, len(plan) == 2)
 
     def _wire_s(self) -> float | None:
         """Seconds the links were taken since the last call; None if nothing went over any."""
-        if not isinstance(self._collective, NativeCollective):
+        if not isinstance(self._collective, Watched):
             return None
         before, self._busy_s = self._busy_s, self._collective.busy_s()
         return self._busy_s - before or None
 
     def _watch(self, tokens: int, lone: bool) -> None:
-        """Notice if messages take other times than measured: told by steps that are all alike, and whose
-        messages are not under way together."""
-        if self._drift is None or self.table is None or not isinstance(self._collective, NativeCollective):
+        """Notice if messages take other times than when they were measured.
+
+        Told by steps that are all alike and whose messages are not under way together; all ranks count the
+        same steps and tell each other the shortest times they saw, of which the longest is believed.
+        """
+        if self._drift is None or self.table is None or not isinstance(self._collective, Watched):
             return
         if not lone or tokens != self._alike:
             self._alike, self._steps = tokens, 0
@@ -184,13 +185,26 @@ class Tuning:
             return
         self._steps = 0
         size = tokens * self._row_bytes
+        kind = size.bit_length() - 1
         fastest = self._collective.drift().get(self.table.choose(size), {})
-        if (seconds := fastest.get(size.bit_length() - 1)) is not None:
-            self._drift.observe(size, seconds, time.monotonic(), _LONE_STEPS * 2 * self._costs.layers)
-        if (drifted := self._drift.drifted) is not None:
+        mine = np.array([fastest.get(kind, 0.0)])
+        seconds = float(self._collective.gather(mine.view(np.uint8)).view(np.float64).max())
+        if self._collective.rank or not seconds:
+            return
+        # In a pass a message takes another time than when it was timed by itself: what counts is the change.
+        usual = self._usual.setdefault(kind, seconds / self.table.predict(size))
+        messages = _LONE_STEPS * 2 * self._costs.layers
+        self._drift.observe(size, seconds / usual, time.monotonic(), messages)
+        if (drifted := self._drift.drifted) is not None and not self._asked:
             log.warning("%s", drifted.describe())
-            self._drift = None  # until measured anew
+            self._asked = True
             self._news = (self._news or {}) | {"measure": "crossovers"}
+
+    def _watch_anew(self) -> None:
+        self._drift = None if self.table is None else Drift(self.table)
+        self._usual: dict[int, float] = {}
+        self._alike = self._steps = 0
+        self._asked = False
 
     def _alone_s(self, plan: Sequence[int]) -> float:
         """What the messages of a step take if nothing is computed meanwhile."""
@@ -273,7 +287,7 @@ class Tuning:
         self._costs = replace(self._costs, link=link)
         self._corrector = Corrector(self._costs)
         self._planner.use(self._costs)
-        self._drift = None if self.table is None else Drift(self.table)
+        self._watch_anew()
         return {} if self.table is None else self.table.to_plain()
 
 
