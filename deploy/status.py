@@ -137,7 +137,8 @@ def engine_line(instance: str, detail: dict[str, Any]) -> str:
     best: dict[str, Any] = next((c for c in detail["candidates"] if c.get("chosen")), {})
     speed = f"decode {best['decode_ms']} ms, prefill {best['prefill_tok_s']:.0f} tok/s" if best else ""
     ranks = f"pids of its ranks {detail['ranks']}" if "ranks" in detail else ""
-    parts = (detail.get("choice") or detail.get("executor", ""), speed, formats, bitwise, ranks)
+    told = detail.get("split", ""), detail.get("links", "")
+    parts = (detail.get("choice") or detail.get("executor", ""), speed, formats, bitwise, ranks, *told)
     return f"{instance}: {'; '.join(part for part in parts if part)}"
 
 

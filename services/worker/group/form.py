@@ -11,6 +11,7 @@ from services.worker.group.facts import difference, facts_built, facts_of
 from services.worker.group.layout import Layout, layout_of, rank_settings, spin_us
 from services.worker.group.lead import Lead
 from services.worker.group.local import start_local, start_rank
+from services.worker.group.machine import cpus_here
 from services.worker.group.meeting import Meeting
 from services.worker.group.members import Members
 from services.worker.group.membership import (
@@ -20,6 +21,7 @@ from services.worker.group.membership import (
     most_floats,
 )
 from services.worker.group.messages import Welcome
+from services.worker.parallel.topology import straddle
 from services.worker.settings import WorkerSettings, parse_cores
 from services.worker.step import Executor
 from shared.runtime.settings import CannotStart
@@ -56,7 +58,8 @@ def _form(
     settings: WorkerSettings, layout: Layout, members: Members, membership: Membership, build: Build
 ) -> Executor:
     spare = len(parse_cores(settings.cores) or os.sched_getaffinity(0))
-    own = {rank: rank_settings(settings, layout, rank, spare) for rank in layout.ranks_of(0)}
+    cpus = cpus_here()
+    own = {rank: rank_settings(settings, layout, rank, spare, cpus) for rank in layout.ranks_of(0)}
     floats = most_floats(settings)
     if layout.nodes == 1:
         welcome = _of_one_node(settings, members, membership, own, floats)
@@ -70,6 +73,8 @@ def _form(
         if differs := difference(member.built.facts, ours):
             raise CannotStart(f"{member}: {differs}; it loaded another model")
     membership.hurry(LIMIT_S)
+    if membership.links is not None and (across := straddle(range(layout.size), membership.links)):
+        structlog.get_logger().warning("the group straddles domains", why=across.describe())
     structlog.get_logger().info("group formed", tp=layout.size, nodes=layout.nodes, native=welcome.native)
     return executor
 

@@ -8,6 +8,7 @@ from services.worker.collective.port import GroupLost
 from services.worker.group.members import Members
 from services.worker.group.membership import Membership
 from services.worker.group.messages import Begin, Close, Follow, Measure, Tune
+from services.worker.parallel.topology import describe
 from shared.wire import Step
 from shared.wire.base import encode
 
@@ -51,7 +52,8 @@ class Lead:
             if member.hello is not None:
                 at = f" on {member.hello.host}" if member.hello.node else ""
                 pids.append(f"{member.rank}: {member.hello.pid}{at}")
-        return {"ranks": ", ".join(pids)}
+        links = self._membership.links
+        return {"ranks": ", ".join(pids)} | ({} if links is None else {"links": describe(links)})
 
     def close(self) -> None:
         """Idempotent; the ranks have ended when it returns."""

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from services.worker.collective.library import library
 from services.worker.collective.native import NativeCollective
-from services.worker.collective.port import Collective
+from services.worker.collective.port import Collective, GroupLost
 from services.worker.engine.config import ModelConfig, parse_config
 from services.worker.engine.native.build import KernelsUnavailable
 from services.worker.group.messages import Welcome
+from services.worker.group.pairwise import measure_links
 from services.worker.group.plain import PlainCollective
 from services.worker.parallel.split import plan_shards
+from services.worker.parallel.topology import Links
 from services.worker.settings import WorkerSettings
 
 LIMIT_S = 20.0
@@ -32,6 +34,8 @@ class Membership:
     """A connected stream socket for each other rank."""
     memory_fd: int | None = None
     """Memory that all ranks share, if all are on one host."""
+    links: Links | None = None
+    """What was measured between the ranks of several hosts."""
     _collective: NativeCollective | PlainCollective | None = None
     _reason: str = ""
 
@@ -40,6 +44,11 @@ class Membership:
 
         `limit_s`: a rank that is alive but does not come to a collective for so long is lost.
         """
+        if welcome.addresses:
+            try:
+                self.links = measure_links(self.rank, self.size, self.peers, limit_s)
+            except OSError as error:
+                raise GroupLost(f"the links between ranks could not be measured: {error}") from error
         collective: NativeCollective | PlainCollective
         if welcome.native:
             collective = self._native(welcome.most_floats, spin_us, limit_s)

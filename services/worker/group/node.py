@@ -10,6 +10,7 @@ import structlog
 
 from services.worker.group.layout import layout_of, rank_settings, rendezvous_of
 from services.worker.group.local import start_rank
+from services.worker.group.machine import cpus_here
 from services.worker.settings import WorkerSettings, parse_cores
 from shared.runtime import logs, process
 
@@ -31,9 +32,10 @@ def run_node(settings: WorkerSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os.write(tell, bytes([number])) and None)
     host, port = rendezvous_of(settings)
+    cpus = cpus_here()
     ranks = _Ranks(told)
     for rank in layout.ranks_of(settings.node_rank):
-        ranks.start(rank, rank_settings(settings, layout, rank, spare))
+        ranks.start(rank, rank_settings(settings, layout, rank, spare, cpus))
     log.info("ranks of this node run", ranks=sorted(ranks.each), rendezvous=f"{host}:{port}", pid=os.getpid())
     ended = ranks.until_formed_or_end()
     if ranks.formed:

@@ -18,13 +18,27 @@ _LOCAL = 1e12
 """Bytes/s of a rank to itself: counts for nothing."""
 
 
-def measure_links(rank: int, size: int, peers: Mapping[int, socket.socket]) -> Links:
+def measure_links(
+    rank: int, size: int, peers: Mapping[int, socket.socket], limit_s: float | None = None
+) -> Links:
     """The matrix, the same on every rank; all ranks call it at once. Raises OSError if a rank ends.
 
     One pair is measured at a time, so that none shares a link with another.
 
-    `peers`: a connected stream socket for each other rank.
+    `peers`: a connected stream socket for each other rank. `limit_s`: how long to wait for one of them.
     """
+    for peer in peers.values():
+        peer.settimeout(limit_s)
+        if peer.family != socket.AF_UNIX:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        return _measure(rank, size, peers)
+    finally:
+        for peer in peers.values():
+            peer.settimeout(None)
+
+
+def _measure(rank: int, size: int, peers: Mapping[int, socket.socket]) -> Links:
     speeds = [[_LOCAL] * size for _ in range(size)]
     latencies = [[0.0] * size for _ in range(size)]
     for a, b in combinations(range(size), 2):

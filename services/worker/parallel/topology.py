@@ -142,6 +142,17 @@ def straddle(group: Sequence[int], links: Links) -> Straddle | None:
     return None
 
 
+def describe(links: Links) -> str:
+    """What links the devices of one group, in rank order, for people: or what straddling domains costs."""
+    across = straddle(range(links.size), links)
+    if across is not None:
+        return across.describe()
+    pairs = [*combinations(range(links.size), 2)]
+    slowest = min(links.bandwidth(a, b) for a, b in pairs)
+    latency_s = max(links.latency(a, b) for a, b in pairs)
+    return f"all ranks are linked at {rate(slowest)} or better, {latency_s * 1e6:.0f} µs or less"
+
+
 def rate(bytes_per_s: float) -> str:
     """For people, three digits."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
