@@ -81,7 +81,7 @@ class Rig:
         self._exchange = self.decoder._model.exchange
         self._batch = prompt(tokens, shard.whole.vocab_size)
         self.tokens = tokens
-        self._kv, self._config = kv, shard.whole
+        self._kv, self.config = kv, shard.whole
 
     def barrier(self) -> None:
         self.collective.gather(np.zeros(1, np.uint8))
@@ -94,7 +94,7 @@ class Rig:
         """What a worker's executor does when its group is formed. Nothing of it is remembered."""
         Remembered.recall, Remembered.keep = lambda _: None, lambda *_: None  # type: ignore[method-assign]
         facts: dict[str, object] = {"benchmark": True}
-        return Tuning(self.collective, self.decoder, self._kv, self._config, tokens, facts)
+        return Tuning(self.collective, self.decoder, self._kv, self.config, tokens, facts)
 
     def learn(self, tuning: Tuning) -> None:
         """Between two steps: what rank 0 learnt is told to all."""
