@@ -6,6 +6,7 @@ rank 0 printed as JSON; there, `join` makes the rank's end of the group out of T
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -79,7 +80,12 @@ def join(told: Mapping[str, Any]) -> NativeCollective:
 
 
 def _said(ranks: Sequence["subprocess.Popen[str]"], what: str) -> Any:
-    said = [rank.communicate()[0] for rank in ranks]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        said = [rank.communicate()[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     if failed := [number for number, rank in enumerate(ranks) if rank.returncode]:
         sys.exit(f"{what}: rank {', '.join(map(str, failed))} failed")
     return json.loads(said[0])
