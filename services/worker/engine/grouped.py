@@ -28,7 +28,7 @@ from services.worker.engine.device import Device
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.native.build import KernelsUnavailable
 from services.worker.engine.native.decoder import Kernels, NativeDecoder
-from services.worker.engine.shards import shard_of
+from services.worker.engine.shards import ShardedFolder, shard_of
 from services.worker.engine.weights import ModelFolder
 
 _REPEATS = 3
@@ -51,13 +51,13 @@ def choose_in_group(
     candidate = Candidate("native" if native else "torch", threads, pinned)
     decoder: Decoder
     if native:
-        shard = shard_of(folder, collective.rank, collective.size)
+        shard = _part(folder, collective, filled=False)
         kernels = _pinned(scope.cores[:threads]) if pinned else Kernels(threads)
         torch.set_num_threads(1)
         decoder = NativeDecoder(kernels, shard, device.form, kv, collective)
     else:
         torch.set_num_threads(threads)
-        shard = shard_of(folder, collective.rank, collective.size, filled=True)
+        shard = _part(folder, collective, filled=True)
         decoder = TorchDecoder(shard, device, kv, scope.deterministic, collective)
     own = measure_speed(decoder, kv, folder.config.max_len, math.inf, repeats=_REPEATS)
     speed = _of_rank_0(own, collective)
@@ -71,7 +71,7 @@ def _on_devices(
     kind = device.torch.type
     if scope.kernels not in ("auto", "torch") or scope.deterministic:
         raise ValueError(f"neither --kernels {scope.kernels} nor --deterministic is computed on {kind}")
-    shard = shard_of(folder, collective.rank, collective.size, filled=True)
+    shard = _part(folder, collective, filled=True)
     decoder: Decoder
     if scope.kernels == "torch":
         decoder = TorchDecoder(shard, device, kv, collective=collective)
@@ -91,6 +91,11 @@ def _on_devices(
         f"{scope.kernels} on {kind}",
         f"one of {collective.size} ranks",
     )
+
+
+def _part(folder: ModelFolder, collective: Collective, filled: bool) -> ShardedFolder:
+    """This rank's part, which nobody goes on loading once the group is lost."""
+    return shard_of(folder, collective.rank, collective.size, filled, collective.check)
 
 
 def _agree_on_native(

@@ -1,6 +1,6 @@
 """One rank's slices of a model folder: read from the mapped files, never more than the rank needs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,11 +36,14 @@ class ShardedFolder:
 
     `whole` is the model's own configuration. With `filled`, each KV head has as many query heads as the
     widest (`HeadLayout.width`), so that code which knows one number for all computes uneven splits too.
-    Biases that are added once for the group are those of rank 0; on others they are None.
+    Biases that are added once for the group are those of rank 0; on others they are None. `check` is called
+    before each layer is read, and raises where nobody needs it any more.
     """
 
-    def __init__(self, folder: ModelFolder, shard: Shard, filled: bool) -> None:
-        self._folder, self.shard = folder, shard
+    def __init__(
+        self, folder: ModelFolder, shard: Shard, filled: bool, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._folder, self.shard, self._check = folder, shard, check
         self.whole = w = folder.config
         self.layout = HeadLayout(shard.groups, max(shard.groups) if filled else None)
         self.config: ModelConfig = replace(
@@ -69,6 +72,7 @@ class ShardedFolder:
         """As `ModelFolder.layers`; the columns of `out` and `down` are the rank's, too."""
         c, tensor = self.whole, self._folder.tensor
         for i in range(c.layers):
+            self._check()
             p = f"model.layers.{i}."
             attn, mlp = p + "self_attn.", p + "mlp."
             yield LayerWeights(
@@ -118,9 +122,15 @@ class ShardedFolder:
         return self._folder.part(name, 1, span.start, span.stop)
 
 
-def shard_of(folder: ModelFolder, rank: int = 0, size: int = 1, filled: bool = False) -> ShardedFolder:
+def shard_of(
+    folder: ModelFolder,
+    rank: int = 0,
+    size: int = 1,
+    filled: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> ShardedFolder:
     """The part of `folder` that `rank` of `size` holds. Raises ValueError where it cannot be split so."""
-    return ShardedFolder(folder, plan_shards(folder.config, size).shards[rank], filled)
+    return ShardedFolder(folder, plan_shards(folder.config, size).shards[rank], filled, check)
 
 
 def filled_shard(folder: ModelFolder | ShardedFolder) -> ShardedFolder:

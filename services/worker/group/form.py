@@ -8,7 +8,7 @@ import structlog
 from services.worker.collective.native import make_memory
 from services.worker.collective.port import Collective, GroupLost
 from services.worker.group.facts import difference, facts_built, facts_of
-from services.worker.group.layout import Layout, layout_of, rank_settings, spin_us
+from services.worker.group.layout import Layout, cores_here, layout_of, rank_settings, spin_us
 from services.worker.group.lead import Lead
 from services.worker.group.local import start_local, start_rank
 from services.worker.group.machine import cpus_here
@@ -22,7 +22,7 @@ from services.worker.group.membership import (
 )
 from services.worker.group.messages import Welcome
 from services.worker.parallel.topology import straddle
-from services.worker.settings import WorkerSettings, parse_cores
+from services.worker.settings import WorkerSettings
 from services.worker.step import Executor
 from shared.runtime.settings import CannotStart
 
@@ -57,7 +57,7 @@ def lead(settings: WorkerSettings, build: Build) -> tuple[Executor, Lead]:
 def _form(
     settings: WorkerSettings, layout: Layout, members: Members, membership: Membership, build: Build
 ) -> Executor:
-    spare = len(parse_cores(settings.cores) or os.sched_getaffinity(0))
+    spare = len(cores_here(settings))
     cpus = cpus_here()
     own = {rank: rank_settings(settings, layout, rank, spare, cpus) for rank in layout.ranks_of(0)}
     floats = most_floats(settings)

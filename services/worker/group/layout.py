@@ -97,6 +97,16 @@ def _shares(
     return [sorted(rank) for rank in pin(known, ranks, threads=threads).cores[0]]
 
 
+def cores_here(settings: WorkerSettings) -> Sequence[int]:
+    """Cores on which this node's part of the instance may compute. Raises `SettingsError` for others."""
+    allowed, own = os.sched_getaffinity(0), parse_cores(settings.cores)
+    if beyond := sorted(set(own) - allowed):
+        raise SettingsError(
+            f"cores={settings.cores!r}: this process may not use {beyond}, only {sorted(allowed)}"
+        )
+    return own or sorted(allowed)
+
+
 def spin_us(own: WorkerSettings, layout: Layout) -> float:
     """How long this rank looks for the others before it sleeps: not at all where cores are to be shared.
 

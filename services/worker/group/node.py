@@ -8,10 +8,10 @@ import time
 
 import structlog
 
-from services.worker.group.layout import layout_of, rank_settings, rendezvous_of
+from services.worker.group.layout import cores_here, layout_of, rank_settings, rendezvous_of
 from services.worker.group.local import start_rank
 from services.worker.group.machine import cpus_here
-from services.worker.settings import WorkerSettings, parse_cores
+from services.worker.settings import WorkerSettings
 from shared.runtime import logs, process
 
 _GRACE_S = 3.0
@@ -27,7 +27,7 @@ def run_node(settings: WorkerSettings) -> int:
     if settings.parent_pid:
         process.die_with_parent(settings.parent_pid)
     layout = layout_of(settings)
-    spare = len(parse_cores(settings.cores) or os.sched_getaffinity(0))
+    spare = len(cores_here(settings))
     told, tell = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os.write(tell, bytes([number])) and None)

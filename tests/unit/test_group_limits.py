@@ -1,0 +1,40 @@
+"""What a group is refused at its start, and what ends it while it loads."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from services.worker.collective.port import GroupLost
+from services.worker.group.layout import cores_here
+from services.worker.settings import WorkerSettings
+from shared.runtime.settings import SettingsError
+
+
+def test_cores_that_the_machine_does_not_have_are_named_before_a_rank_is_started() -> None:
+    with pytest.raises(SettingsError, match=r"this process may not use \[9999\], only \["):
+        cores_here(WorkerSettings(instance="w0", tp=2, cores=f"{min(os.sched_getaffinity(0))},9999"))
+
+
+def test_an_instance_without_cores_of_its_own_shares_those_of_its_process() -> None:
+    assert list(cores_here(WorkerSettings(instance="w0", tp=2))) == sorted(os.sched_getaffinity(0))
+
+
+def test_nobody_goes_on_loading_layers_for_a_group_that_is_lost(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from engine_support import save_tiny
+
+    from services.worker.engine.shards import shard_of
+    from services.worker.engine.weights import ModelFolder
+
+    save_tiny("llama", tmp_path)
+    asked = []
+
+    def check() -> None:
+        asked.append(None)
+        if len(asked) == 2:
+            raise GroupLost("rank 1 was killed")
+
+    with pytest.raises(GroupLost, match="rank 1 was killed"):
+        list(shard_of(ModelFolder(tmp_path), 0, 2, check=check).layers())
+    assert len(asked) == 2
