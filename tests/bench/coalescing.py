@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 
 MODULE = "tests.bench.coalescing"
 ROWS = (1, 8, 32)
-GREEDY, WARM = {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}
-WAYS: dict[str, tuple[str, dict[str, float]]] = {
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+WARM: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("replies", GREEDY),
     "temperature 0.8, top-p 0.9": ("replies", WARM),
     "the same, as in prose": ("prose", WARM),
@@ -165,8 +167,8 @@ def measure(rig: Any, logits: np.ndarray, count: int, name: str, told: dict[str,
         sampling = Sampling(max_tokens=1, seed=int(rng.integers(1 << 62)), **WAYS[name][1])
         rows = [SampleRow(sampling, choice, history, 0) for choice in range(count)]
         calls: list[tuple[str, Callable[[np.ndarray], np.ndarray]]] = [
-            ("before", lambda values, rows=rows: joined.sample(values, rows)),
-            ("now", lambda values, rows=rows: sampler.sample(values, rows, HEADER)[0]),
+            ("before", partial(joined.sample, rows=rows)),
+            ("now", partial(now, sampler, rows)),
         ]
         drawn = {}
         for way, call in calls if number % 2 else calls[::-1]:
@@ -190,6 +192,10 @@ def measure(rig: Any, logits: np.ndarray, count: int, name: str, told: dict[str,
         "tokens": rounds * count,
         "equal": equal,
     }
+
+
+def now(sampler: "ShardedSampler", rows: Any, logits: np.ndarray) -> np.ndarray:
+    return sampler.sample(logits, rows, HEADER)[0]
 
 
 class Joined:

@@ -16,7 +16,7 @@ def alike(ids: I32, first: int | I32, room: int, rows: I32 | None = None) -> Rag
     many, count = ids.shape
     numbers = np.arange(many, dtype=np.int32) if rows is None else rows
     starts = np.broadcast_to(np.asarray(first, np.int32), many)
-    positions = (starts[:, None] + np.arange(count, dtype=np.int32)).reshape(-1)
+    positions: I32 = np.add.outer(starts, np.arange(count)).reshape(-1).astype(np.int32)
     table = numbers[:, None] * (room // BLOCK) + np.arange(room // BLOCK, dtype=np.int32)
     return RaggedBatch(
         tokens=np.ascontiguousarray(ids.reshape(-1), np.int32),
