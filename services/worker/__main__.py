@@ -7,8 +7,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from services.worker.engine.native.build import KernelsUnavailable
-from services.worker.executors import make_runner
+from services.worker.executors import UNSERVABLE, make_runner
 from services.worker.group.node import run_node
 from services.worker.service import Identity, WorkerService
 from services.worker.settings import WorkerSettings
@@ -47,10 +46,9 @@ async def serve(context: ServiceContext) -> None:
         await worker.run(context.stopping)
     except ModuleNotFoundError as error:
         raise CannotStart(f"{error.name} is not installed: hortator's extra `worker` brings it") from error
-    except (ModelError, KernelsUnavailable, ValueError, OSError) as error:
+    except UNSERVABLE as error:
         if worker.ready.is_set():
             raise
-        # Weights, formats and sizes that cannot be served: said by what builds the executor.
         raise CannotStart(str(error)) from error
     finally:
         watching.cancel()

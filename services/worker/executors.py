@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.worker.collective.port import LOOPBACK, Collective
 from services.worker.compute import Compute
+from services.worker.engine.native.build import KernelsUnavailable
 from services.worker.group.form import lead
 from services.worker.group.layout import layout_of
 from services.worker.mock import MockCosts, MockExecutor
@@ -16,7 +17,11 @@ from services.worker.settings import WorkerSettings, parse_bytes, parse_cores
 from services.worker.shape import BatchShape
 from services.worker.slots import Batch
 from services.worker.step import Executor, ExecutorInfo
+from shared.model import ModelError
 from shared.runtime.settings import SettingsError
+
+UNSERVABLE = (ModelError, KernelsUnavailable, ValueError, OSError)
+"""What building an executor raises where a person has to mend something: weights, formats, sizes."""
 
 MOCK_MAX_LEN = 8192
 """Context of a mock for which neither settings nor a model folder name one."""

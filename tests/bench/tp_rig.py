@@ -16,7 +16,7 @@ import torch
 from services.worker.collective import abi
 from services.worker.collective.native import NativeCollective
 from services.worker.collective.port import Collective
-from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.batch import RaggedBatch, one_sequence
 from services.worker.engine.crossing import from_rank_0
 from services.worker.engine.formats import weight_format
 from services.worker.engine.kvcache import KvCache, KvPlan
@@ -139,17 +139,8 @@ class Rig:
 
 
 def prompt(tokens: int, vocab: int) -> RaggedBatch:
-    positions = np.arange(tokens, dtype=np.int32)
-    return RaggedBatch(
-        tokens=np.random.default_rng(0).integers(0, vocab, tokens).astype(np.int32),
-        positions=positions,
-        row_start=np.array([0, tokens], np.int32),
-        kv_len=np.array([tokens], np.int32),
-        block_table=np.arange(-(-tokens // BLOCK), dtype=np.int32)[None],
-        write_block=positions // BLOCK,
-        write_offset=positions % BLOCK,
-        logit_tokens=np.array([tokens - 1], np.int32),
-    )
+    ids = np.random.default_rng(0).integers(0, vocab, tokens).astype(np.int32)
+    return one_sequence(0, tokens, BLOCK, ids)
 
 
 def over_sockets(rank: int, addresses: list[str], port: int, most_floats: int) -> NativeCollective:

@@ -123,3 +123,21 @@ def prompt_logprob_span(step: StepInput, slots: SlotArrays, row: int) -> tuple[i
         return 0, 0
     stop = min(start + int(step.counts[row]) + 1, int(slots.prompt_len[slot]))
     return (start + 1, stop) if stop > start + 1 else (0, 0)
+
+
+def one_sequence(start: int, count: int, block_tokens: int, tokens: I32 | None = None) -> RaggedBatch:
+    """Tokens [start, start + count) of one sequence in blocks 0 onwards, the last one's logits wanted.
+
+    For measurements while there are no sequences; all ids are 0 unless `tokens` are given.
+    """
+    positions = np.arange(start, start + count, dtype=np.int32)
+    return RaggedBatch(
+        tokens=np.zeros(count, np.int32) if tokens is None else tokens,
+        positions=positions,
+        row_start=np.array([0, count], np.int32),
+        kv_len=np.array([start + count], np.int32),
+        block_table=np.arange(-(-(start + count) // block_tokens), dtype=np.int32)[None],
+        write_block=positions // block_tokens,
+        write_offset=positions % block_tokens,
+        logit_tokens=np.array([count - 1], np.int32),
+    )

@@ -12,11 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from services.worker.engine import cores
-from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.batch import RaggedBatch, one_sequence
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.decoder import Decoder, Timed, TorchDecoder
@@ -92,13 +91,17 @@ class Scope:
     measure_s: float = 2.0
     """Time for measuring, about; 0: nothing is measured and the first candidate taken."""
 
+    def asked_threads(self) -> int | None:
+        """`threads`. Raises ValueError for a number that is of no use."""
+        most = max(_MOST_THREADS, os.cpu_count() or 1)
+        if self.threads is not None and not 1 <= self.threads <= most:
+            raise ValueError(f"--threads {self.threads}: from 1 to {most}, or 0 for what measures best")
+        return self.threads
+
     def thread_counts(self) -> tuple[int, ...]:
         """Most first: with little time, that is the best guess."""
-        if self.threads is not None:
-            most = max(_MOST_THREADS, os.cpu_count() or 1)
-            if not 1 <= self.threads <= most:
-                raise ValueError(f"--threads {self.threads}: from 1 to {most}, or 0 for what measures best")
-            return (self.threads,)
+        if (asked := self.asked_threads()) is not None:
+            return (asked,)
         most = len(self.cores or os.sched_getaffinity(0))
         counts = {*range(1, min(most, 8) + 1), *(1 << i for i in range(4, most.bit_length())), most}
         return tuple(sorted(counts, reverse=True))
@@ -366,8 +369,10 @@ def measure_speed(
     """
     chunk = max(1, min(_CHUNK, max_len, kv.blocks * kv.block_tokens))
     deadline = time.perf_counter() + budget_s
-    decode = _best_time(decoder, _probe(kv, chunk - 1, 1), deadline - 0.6 * budget_s, layers_times, repeats)
-    prefill = _best_time(decoder, _probe(kv, 0, chunk), deadline, layers_times, repeats)
+    decode = _best_time(
+        decoder, one_sequence(chunk - 1, 1, kv.block_tokens), deadline - 0.6 * budget_s, layers_times, repeats
+    )
+    prefill = _best_time(decoder, one_sequence(0, chunk, kv.block_tokens), deadline, layers_times, repeats)
     return Speed(chunk / prefill, decode)
 
 
@@ -392,17 +397,3 @@ def _best_time(
 
 def _spent(decoder: Decoder) -> dict[str, float]:
     return decoder.spent() if isinstance(decoder, Timed) else {}
-
-
-def _probe(kv: KvCache, start: int, count: int) -> RaggedBatch:
-    positions = np.arange(start, start + count, dtype=np.int32)
-    return RaggedBatch(
-        tokens=np.zeros(count, np.int32),
-        positions=positions,
-        row_start=np.array([0, count], np.int32),
-        kv_len=np.array([start + count], np.int32),
-        block_table=np.arange(-(-(start + count) // kv.block_tokens), dtype=np.int32)[None],
-        write_block=positions // kv.block_tokens,
-        write_offset=positions % kv.block_tokens,
-        logit_tokens=np.array([count - 1], np.int32),
-    )

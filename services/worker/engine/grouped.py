@@ -46,7 +46,7 @@ def choose_in_group(
     if device.torch.type != "cpu":
         return _on_devices(folder, device, kv, scope, collective)
     native, reason = _agree_on_native(folder, kv, scope, collective)
-    threads = scope.threads or max(1, len(scope.cores))
+    threads = scope.asked_threads() or max(1, len(scope.cores))
     pinned = native and len(scope.cores) >= threads and cores.claim(scope.cores[:threads])
     candidate = Candidate("native" if native else "torch", threads, pinned)
     decoder: Decoder

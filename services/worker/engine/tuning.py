@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from services.worker.collective.port import Collective
-from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.batch import one_sequence
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.crossing import Watched, crossovers
 from services.worker.engine.kvcache import KvCache
@@ -65,7 +65,7 @@ def measure_stages(decoder: NativeDecoder, kv: KvCache, collective: Collective) 
     layer = min(1, decoder.config.layers - 1)
     for rows in _ROWS:
         rows = min(rows, kv.blocks * kv.block_tokens, decoder.config.max_len)
-        batch = _tokens(kv, rows)
+        batch = one_sequence(0, rows, kv.block_tokens)
         one = np.array([0, rows], np.int32)
         halves = []
         for _ in range(_REPEATS + 1):
@@ -300,17 +300,3 @@ def _differ(a: Costs, b: Costs) -> bool:
 
 def _numbers(one: Work, other: Work) -> list[tuple[float, float]]:
     return [(one.fixed_s, other.fixed_s), (one.row_s, other.row_s), (one.least_s, other.least_s)]
-
-
-def _tokens(kv: KvCache, count: int) -> RaggedBatch:
-    positions = np.arange(count, dtype=np.int32)
-    return RaggedBatch(
-        tokens=np.zeros(count, np.int32),
-        positions=positions,
-        row_start=np.array([0, count], np.int32),
-        kv_len=np.array([count], np.int32),
-        block_table=np.arange(-(-count // kv.block_tokens), dtype=np.int32)[None],
-        write_block=positions // kv.block_tokens,
-        write_offset=positions % kv.block_tokens,
-        logit_tokens=np.array([count - 1], np.int32),
-    )

@@ -9,7 +9,7 @@ import structlog
 
 from services.worker.collective.port import GroupLost
 from services.worker.compute import Compute
-from services.worker.executors import batch_for, build_executor
+from services.worker.executors import UNSERVABLE, batch_for, build_executor
 from services.worker.group.channel import Channel, ChannelLost
 from services.worker.group.facts import facts_built, facts_of, host_name
 from services.worker.group.follower import Diverged, EndsWith, follow
@@ -95,7 +95,10 @@ def _serve(settings: WorkerSettings, place: Place, formed: int | None) -> None:
     place.complete(welcome, settings)
     looking_us = spin_us(settings, layout_of(settings))
     collective = membership.join(welcome, looking_us, settings.group_start_s)
-    executor = build_executor(settings, collective)
+    try:
+        executor = build_executor(settings, collective)
+    except UNSERVABLE as error:
+        raise CannotStart(str(error)) from error
     compute = Compute(executor, batch_for(settings, executor.info))
     membership.hurry(LIMIT_S)
     channel.send(Built(facts_built(executor.info)))

@@ -5,7 +5,7 @@ import torch
 
 from services.worker.collective.port import Collective
 from services.worker.collective.tensors import Laps
-from services.worker.engine.batch import RaggedBatch
+from services.worker.engine.batch import one_sequence
 from services.worker.engine.cuda.decoder import CudaDecoder
 from services.worker.engine.kvcache import KvCache
 from services.worker.engine.tuning import link_of, work_of
@@ -66,23 +66,9 @@ def measure_costs(
 @torch.inference_mode()
 def _layer_s(decoder: CudaDecoder, kv: KvCache, rows: int) -> float:
     """Seconds of one layer for so many tokens of one sequence, sums left out."""
-    batch = _prompt(kv, rows)
+    batch = one_sequence(0, rows, kv.block_tokens)
     laps = Laps(kv.data.device)
     for _ in range(_REPEATS + 2):
         decoder.forward_unsummed(batch)
         laps.mark()
     return min(laps.seconds()[1:]) / decoder.config.layers
-
-
-def _prompt(kv: KvCache, count: int) -> RaggedBatch:
-    positions = np.arange(count, dtype=np.int32)
-    return RaggedBatch(
-        tokens=np.zeros(count, np.int32),
-        positions=positions,
-        row_start=np.array([0, count], np.int32),
-        kv_len=np.array([count], np.int32),
-        block_table=np.arange(-(-count // kv.block_tokens), dtype=np.int32)[None],
-        write_block=positions // kv.block_tokens,
-        write_offset=positions % kv.block_tokens,
-        logit_tokens=np.array([count - 1], np.int32),
-    )
