@@ -12,7 +12,7 @@ from services.worker.engine.sampler import COLDEST, SampleRow, draws_of
 MOST_CANDIDATES = 256
 """Of a row and a rank, where top-k names their number."""
 
-_USUAL_CANDIDATES = 256
+_USUAL_CANDIDATES = 128
 """Where it does not: top-p and min-p rarely leave more."""
 
 _SPARE = 16
