@@ -38,3 +38,22 @@ def test_nobody_goes_on_loading_layers_for_a_group_that_is_lost(tmp_path: Path) 
     with pytest.raises(GroupLost, match="rank 1 was killed"):
         list(shard_of(ModelFolder(tmp_path), 0, 2, check=check).layers())
     assert len(asked) == 2
+
+
+def test_a_rank_is_refused_more_threads_than_are_of_use_as_one_alone_is(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from engine_support import save_tiny
+
+    from services.worker.collective.port import LOOPBACK
+    from services.worker.engine.choose import Scope
+    from services.worker.engine.device import Device
+    from services.worker.engine.grouped import choose_in_group
+    from services.worker.engine.kvcache import KvCache, plan_kv
+    from services.worker.engine.weights import ModelFolder
+
+    save_tiny("llama", tmp_path)
+    folder = ModelFolder(tmp_path)
+    kv = KvCache(folder.config, plan_kv(folder.config, "float32", 1 << 20, 16), "float32")
+    scope = Scope("torch", threads=1_000_000)
+    with pytest.raises(ValueError, match="--threads 1000000: from 1 to "):
+        choose_in_group(folder, Device("cpu", "float32"), kv, scope, LOOPBACK)
