@@ -53,7 +53,7 @@ def test_a_rank_is_refused_more_threads_than_are_of_use_as_one_alone_is(tmp_path
 
     save_tiny("llama", tmp_path)
     folder = ModelFolder(tmp_path)
-    kv = KvCache(folder.config, plan_kv(folder.config, "float32", 1 << 20, 16), "float32")
-    scope = Scope("torch", threads=1_000_000)
+    device = Device("cpu", "float32")
+    kv = KvCache(folder.config, plan_kv(folder.config, "float32", 1 << 20, 16), "float32", device.torch)
     with pytest.raises(ValueError, match="--threads 1000000: from 1 to "):
-        choose_in_group(folder, Device("cpu", "float32"), kv, scope, LOOPBACK)
+        choose_in_group(folder, device, kv, Scope("torch", threads=1_000_000), LOOPBACK)
