@@ -1,10 +1,13 @@
 """`hortator profile comm`: what the messages of a tensor-parallel group cost here, and which way they go."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from deploy.processes import die_with_parent
 
 MODULE = "services.worker.group.profile"
 
@@ -20,6 +23,7 @@ def measure(folder: Path, options: list[str]) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         text=True,
         check=False,
+        preexec_fn=die_with_parent(os.getpid()),
     )
     if done.returncode:
         raise CannotMeasure(f"the group could not be measured (exit status {done.returncode})")

@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.integration.test_group_mock import until_gone
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from engine_support import save_tiny
@@ -60,3 +63,27 @@ def test_a_split_that_cannot_be_is_refused_in_words(model: Path) -> None:
     assert done.returncode == 1
     assert "lower --tp" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_nothing_goes_on_measuring_for_a_command_that_was_killed(model: Path) -> None:
+    argv = [sys.executable, "-m", "deploy.cli", "profile", "comm", "--model", str(model), "--tp", "2"]
+    command = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not (ranks := [pid for lead in children(command.pid) for pid in children(lead)]):
+            assert command.poll() is None
+            time.sleep(0.01)
+        (lead,) = children(command.pid)
+    finally:
+        command.kill()
+        command.wait()
+    # A rank that still imports notices when it is done with that.
+    until_gone([lead, *ranks], 20.0)
+
+
+def children(of: int) -> list[int]:
+    """Pids of the processes that one of its threads has started."""
+    try:
+        threads = [(thread / "children").read_text() for thread in Path(f"/proc/{of}/task").iterdir()]
+    except FileNotFoundError:
+        return []
+    return [int(pid) for started in threads for pid in started.split()]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from services.worker.collective.port import GroupLost
 from services.worker.compute import Compute
 from services.worker.executors import batch_for, build_executor
 from services.worker.group.form import lead
@@ -39,6 +40,8 @@ def profile_comm(settings: WorkerSettings) -> dict[str, Any]:
             "communication": tuning.describe(),
             "steps": [{"step": name} | tuning.planned(tokens) for name, tokens in steps],
         }
+    except GroupLost as error:
+        raise CannotStart(str(compute.explained(error))) from error
     finally:
         compute.close()
 
