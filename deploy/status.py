@@ -150,8 +150,8 @@ def group_lines(instance: str, group: dict[str, Any]) -> list[str]:
             who = f"{instance}: {group['tp']} ranks, {kind} steps"
             lines.append(
                 f"{who}: a layer computes {layer['compute_us']:.0f} µs, its messages take "
-                f"{layer['communication_us']:.0f} µs ({layer['share']:.0%}), of which "
-                f"{layer['exposed_us']:.0f} µs were waited for"
+                f"{layer['communication_us']:.0f} µs ({layer['share']:.0%}); "
+                f"{layer['exposed_us']:.0f} µs were waited for them and for slower ranks"
             )
     return lines + [f"{instance}: {advice}" for advice in group.get("advice", ())]
 

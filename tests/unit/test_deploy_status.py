@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from deploy.rundir import RunDir
-from deploy.status import collect, engine, engine_line, print_for_people
+from deploy.status import collect, engine, engine_line, group_lines, print_for_people
 from deploy.tap import wrong_subject
 from deploy.up import missing_ranks, why_not_ready
 
@@ -46,6 +46,15 @@ def _for_people(report):
     console = Console(width=80, file=io.StringIO())
     print_for_people(report, console)
     return console.file.getvalue()
+
+
+def test_what_a_group_waited_for_is_not_told_as_a_part_of_what_its_messages_take():
+    decode = {"steps": 9, "compute_us": 48.2, "communication_us": 3.1, "exposed_us": 970.4, "share": 0.06}
+    (line,) = group_lines("w0", {"tp": 2, "recent": {"decode": decode, "prompt": decode | {"steps": 0}}})
+    assert line == (
+        "w0: 2 ranks, decode steps: a layer computes 48 µs, its messages take 3 µs (6%); "
+        "970 µs were waited for them and for slower ranks"
+    )
 
 
 def test_status_fits_80_columns_whole():

@@ -56,7 +56,7 @@ def test_hidden_communication_is_counted_and_told_as_hidden() -> None:
     took = {other.degree: other for other in advice.others}
     assert took[4].exposed_s == pytest.approx(1.5e-3)  # 2.5 ms of computing hide as much of the 4 ms
     assert took[1].step_s == pytest.approx(300e-3)
-    assert "0.0 µs of it exposed" in advice.sentence
+    assert "; 0.0 µs were waited)" in advice.sentence
     assert "120.00 ms instead of 150.00 ms a step" in advice.sentence
 
 

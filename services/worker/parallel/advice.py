@@ -158,7 +158,7 @@ class Advice:
         what = "step" if now.layers > 1 else "layer"
         said = [
             f"communication takes {now.share:.0%} of a layer's compute "
-            f"({_ms(now.communication_s)} beside {_ms(now.compute_s)}, {_ms(now.exposed_s)} of it exposed)"
+            f"({_ms(now.communication_s)} beside {_ms(now.compute_s)}; {_ms(now.exposed_s)} were waited)"
         ]
         for other in reversed(self.others):
             who = "one rank alone" if other.degree == 1 else f"{other.degree} ranks"
