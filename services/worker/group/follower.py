@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from services.worker.compute import Begun, Compute
 from services.worker.group.channel import Channel
-from services.worker.group.messages import Begin, Close, Follow, Measure, Tune
+from services.worker.group.messages import Begin, Close, Follow, Measure, Refusal, Tune
+from shared.runtime.settings import CannotStart
 from shared.wire import Step
 from shared.wire.base import Codec
 
@@ -23,7 +24,8 @@ class Diverged(RuntimeError):
 
 
 def follow(compute: Compute, channel: Channel) -> None:
-    """Until rank 0 says `Close`. Raises `Diverged`, `ChannelLost`, and what computing raises.
+    """Until rank 0 says `Close`. Raises `Diverged`, `ChannelLost`, what computing raises, and `CannotStart`
+    if rank 0 does not take what this rank has loaded.
 
     Steps are begun and finished in the order of rank 0, so that collectives cannot cross.
     """
@@ -49,6 +51,8 @@ def follow(compute: Compute, channel: Channel) -> None:
                 compute.tune(state)
             case Measure(name):
                 compute.measure(name)
+            case Refusal(reason):
+                raise CannotStart(reason)
             case Close():
                 return
 

@@ -20,7 +20,7 @@ from services.worker.group.membership import (
     can_native,
     most_floats,
 )
-from services.worker.group.messages import Welcome
+from services.worker.group.messages import Refusal, Welcome
 from services.worker.parallel.topology import straddle
 from services.worker.settings import WorkerSettings
 from services.worker.step import Executor
@@ -71,7 +71,9 @@ def _form(
     for member in members.each.values():
         assert member.built is not None
         if differs := difference(member.built.facts, ours):
-            raise CannotStart(f"{member}: {differs}; it loaded another model")
+            why = f"{member}: {differs}; it loaded another model"
+            members.tell_all(Refusal(why))
+            raise CannotStart(why)
     membership.hurry(LIMIT_S)
     if membership.links is not None and (across := straddle(range(layout.size), membership.links)):
         structlog.get_logger().warning("the group straddles domains", why=across.describe())
