@@ -78,7 +78,8 @@ class Rig:
         kv = KvCache(shard.config, KvPlan(BLOCK, 0, blocks), "float32", torch.device("cpu"))
         self.decoder = NativeDecoder(Kernels(threads), shard, weight_format(dtype), kv, collective)
         self._silent = Silent(collective.rank, collective.size, tokens * self.hidden)
-        self._exchange = self.decoder._model.exchange
+        real = self.decoder._exchange
+        self._exchange = None if real is None else ctypes.pointer(real)
         self._batch = prompt(tokens, shard.whole.vocab_size)
         self.tokens = tokens
         self._kv, self.config = kv, shard.whole
