@@ -73,10 +73,10 @@ def collect(run: RunDir, now: float | None = None) -> dict[str, Any]:
             # A standby lists nothing; of two that think they lead, the higher epoch is right.
             leader = max(answers, key=lambda a: (bool(a.get("instances")), a.get("epoch", 0)), default={})
             engines = {worker.get("instance"): engine(worker.get("detail") or {}) for worker in workers}
-            groups = {worker.get("instance"): worker.get("group") or None for worker in workers}
+            groups = {worker.get("instance"): worker.get("group") or {} for worker in workers}
             report["instances"] = [
                 {f: row.get(f) for f in INSTANCE_FIELDS}
-                | {"engine": engines.get(row.get("id")), "group": groups.get(row.get("id"))}
+                | {"engine": engines.get(row.get("id")), "group": groups.get(row.get("id"), {})}
                 for row in leader.get("instances", [])
             ]
             if not answers:
