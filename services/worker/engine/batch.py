@@ -125,6 +125,35 @@ def prompt_logprob_span(step: StepInput, slots: SlotArrays, row: int) -> tuple[i
     return (start + 1, stop) if stop > start + 1 else (0, 0)
 
 
+@dataclass(frozen=True)
+class PromptSpan:
+    """Prompt positions [first, stop) of a row that the batch predicts, at logits `at` onwards."""
+
+    row: int
+    slot: int
+    first: int
+    stop: int
+    at: int
+    count: int
+    """Alternatives asked for."""
+
+
+def prompt_spans(batch: RaggedBatch, step: StepInput, slots: SlotArrays) -> list[PromptSpan]:
+    """The spans of all rows whose sampling asks for prompt logprobs and that have any in this step."""
+    found = []
+    for row in prompt_rows(step, slots):
+        first, stop = prompt_logprob_span(step, slots, row)
+        if stop <= first:
+            continue
+        slot = int(step.slots[row])
+        sampling = slots.sampling[slot]
+        assert sampling is not None
+        assert sampling.prompt_logprobs is not None
+        at = int(np.searchsorted(batch.logit_tokens, batch.row_start[row]))
+        found.append(PromptSpan(row, slot, first, stop, at, sampling.prompt_logprobs))
+    return found
+
+
 def one_sequence(start: int, count: int, block_tokens: int, tokens: I32 | None = None) -> RaggedBatch:
     """Tokens [start, start + count) of one sequence in blocks 0 onwards, the last one's logits wanted.
 

@@ -17,8 +17,7 @@ from services.worker.engine.batch import (
     RaggedBatch,
     build_batch,
     check_step,
-    prompt_logprob_span,
-    prompt_rows,
+    prompt_spans,
 )
 from services.worker.engine.choose import Scope, choose
 from services.worker.engine.crossing import group_facts
@@ -305,16 +304,9 @@ def _prompt_logprobs(
     logits: torch.Tensor, batch: RaggedBatch, step: StepInput, slots: SlotArrays
 ) -> dict[int, PromptLogprobs]:
     found: dict[int, PromptLogprobs] = {}
-    for row in prompt_rows(step, slots):
-        first, stop = prompt_logprob_span(step, slots, row)
-        if stop <= first:
-            continue
-        slot = int(step.slots[row])
-        sampling = slots.sampling[slot]
-        assert sampling is not None
-        assert sampling.prompt_logprobs is not None
-        at = int(np.searchsorted(batch.logit_tokens, batch.row_start[row]))
-        raw = torch.log_softmax(logits[at : at + stop - first], dim=-1)
-        rows = top_logprobs(raw, slots.tokens[slot, first:stop], [sampling.prompt_logprobs] * (stop - first))
-        found[row] = PromptLogprobs(first, [chosen for chosen, _ in rows], [top for _, top in rows])
+    for span in prompt_spans(batch, step, slots):
+        count = span.stop - span.first
+        raw = torch.log_softmax(logits[span.at : span.at + count], dim=-1)
+        rows = top_logprobs(raw, slots.tokens[span.slot, span.first : span.stop], [span.count] * count)
+        found[span.row] = PromptLogprobs(span.first, [chosen for chosen, _ in rows], [top for _, top in rows])
     return found

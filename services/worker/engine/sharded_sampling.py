@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.engine.batch import RaggedBatch, prompt_logprob_span, prompt_rows
+from services.worker.engine.batch import RaggedBatch, prompt_spans
 from services.worker.engine.draw import draw_rows
 from services.worker.engine.native.decoder import Kernels
 from services.worker.engine.sampler import SampleRow, adjust
@@ -132,28 +132,21 @@ class ShardedSampler:
         One message for all of them, several where it would be long. Raises `GroupLost`.
         """
         values = logits.numpy() if isinstance(logits, torch.Tensor) else logits
-        spans: list[tuple[int, int, int]] = []
+        spans = prompt_spans(batch, step, slots)
         places: list[int] = []
         targets: list[int] = []
         counts: list[int] = []
-        for row in prompt_rows(step, slots):
-            first, stop = prompt_logprob_span(step, slots, row)
-            if stop <= first:
-                continue
-            slot = int(step.slots[row])
-            sampling = slots.sampling[slot]
-            assert sampling is not None
-            assert sampling.prompt_logprobs is not None
-            at = int(np.searchsorted(batch.logit_tokens, batch.row_start[row]))
-            spans.append((row, first, stop))
-            places += range(at, at + stop - first)
-            targets += slots.tokens[slot, first:stop].tolist()
-            counts += [sampling.prompt_logprobs] * (stop - first)
+        for span in spans:
+            positions = span.stop - span.first
+            places += range(span.at, span.at + positions)
+            targets += slots.tokens[span.slot, span.first : span.stop].tolist()
+            counts += [span.count] * positions
         scored = self.score(values, places, targets, counts)
         result: dict[int, PromptLogprobs] = {}
-        for row, first, stop in spans:
-            mine, scored = scored[: stop - first], scored[stop - first :]
-            result[row] = PromptLogprobs(first, [chosen for chosen, _ in mine], [top for _, top in mine])
+        for span in spans:
+            positions = span.stop - span.first
+            mine, scored = scored[:positions], scored[positions:]
+            result[span.row] = PromptLogprobs(span.first, [one for one, _ in mine], [top for _, top in mine])
         return result
 
     def score(
