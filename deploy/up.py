@@ -137,6 +137,7 @@ class _Mesh:
         self._url = f"http://{reachable}:{port}"
         self._open_to_all = host not in ("127.0.0.1", "::1", "localhost") and options.api_key_file is None
         self._state = "starting"
+        self._announced = False  # what a detached one's starter waits for: by then all lines are in the log
         self._error = ""
         self._started = time.time()
         self._signals = 0
@@ -157,6 +158,8 @@ class _Mesh:
                 self._supervisor.supervise()
                 self._set_state("ready")
                 self._announce()
+                self._announced = True
+                self._record()
                 await stop
         except StartFailed as failure:
             failed = True
@@ -275,6 +278,7 @@ class _Mesh:
         return {
             "version": 1,
             "state": self._state,
+            "announced": self._announced,
             "error": self._error,
             "supervisor": {"pid": me.pid, "start": me.start},
             "started": self._started,
@@ -365,4 +369,6 @@ def _detached(options: UpOptions) -> int:
 
 def _is_ready(run: RunDir, supervisor: int) -> bool:
     state = run.read_state()
-    return bool(state and state["state"] == "ready" and (state["supervisor"] or {}).get("pid") == supervisor)
+    if state is None or (state["supervisor"] or {}).get("pid") != supervisor:
+        return False
+    return state["state"] == "ready" and bool(state.get("announced"))
