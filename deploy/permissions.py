@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shared.subjects import EVERY_SERVICE_STATUS, TABLE, Delivery, Subject, service_status
+from shared.subjects import EVERY_SERVICE_STATUS, KV_RESTATE, TABLE, Delivery, Subject, service_status
 
 Role = Literal["gateway", "scheduler", "worker", "kvstore", "operator"]
 
@@ -24,8 +24,9 @@ PUBLISHERS: dict[str, tuple[Role, ...]] = {
     "DONE": ("worker",),
     "RESYNC": ("worker",),
     "INSTANCE": ("scheduler", "operator"),
-    "KV_EVENTS": ("worker",),
+    "KV_EVENTS": ("worker", "kvstore"),
     "KV_RESTATE": ("kvstore",),
+    "KV_TIER": ("kvstore",),
     "BEACON": ("scheduler",),
 }
 """Row of the table → roles that send on it. The operator is also the internal client of the desk."""
@@ -37,6 +38,7 @@ SUBSCRIBERS: dict[Delivery, tuple[Role, ...]] = {
     Delivery.SCHEDULER: ("scheduler",),
     Delivery.QUEUE: ("kvstore",),
     Delivery.KVSTORE: ("kvstore",),
+    Delivery.WORKERS: ("worker",),
     Delivery.ALL: ("gateway", "scheduler", "worker", "kvstore"),
 }
 
@@ -63,6 +65,8 @@ def permissions(role: Role, user: str, instance: str = "") -> Permissions:
 
     publish = [subject(row) for name, row in TABLE.items() if role in PUBLISHERS[name]]
     subscribe = [subject(row) for row in TABLE.values() if role in SUBSCRIBERS[row.delivery]]
+    if role == "kvstore":  # it speaks for its second tier as a worker does for its instance
+        subscribe.append(KV_RESTATE.every().subject)
     if role == "operator":
         publish += ["$SRV.>", EVERY_SERVICE_STATUS]
         subscribe = ["hortator.>"]

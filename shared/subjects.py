@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 from shared.wire import (
@@ -19,6 +20,7 @@ from shared.wire import (
     Restate,
     Step,
     Submit,
+    TierOffer,
     ToInstance,
     Tokens,
 )
@@ -35,6 +37,7 @@ class Delivery(Enum):
     SCHEDULER = "the leading scheduler, for instances it owns"
     QUEUE = "one member of the service's queue group"
     KVSTORE = "every kvstore process; one of them writes"
+    WORKERS = "rank 0 of every instance"
     ALL = "everyone who cares"
 
 
@@ -82,6 +85,16 @@ def subject_token(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", name)[:64] or "-"
 
 
+TIER = "tier-"
+"""How rows of second tiers in the prefix index begin; no instance may be called so."""
+
+
+def tier_row(kvstore: str, model: str) -> str:
+    """Row in the prefix index of the blocks of `model` in the second tier of that kvstore, which speaks for
+    it on `KV_EVENTS` as an instance does for itself."""
+    return f"{TIER}{subject_token(kvstore)[:40]}-{sha256(model.encode()).hexdigest()[:8]}"
+
+
 def service_status(service: str, instance: str) -> str:
     """Endpoint of a service in the NATS micro convention (`$SRV.INFO`); answers its stats data as JSON."""
     return f"hortator.v1.service.{subject_token(service)}.{subject_token(instance)}"
@@ -102,6 +115,7 @@ INSTANCE = Subject(
 )
 KV_EVENTS = Subject("hortator.v1.kv.events.{instance}", KvEvents, Delivery.KVSTORE)
 KV_RESTATE = Subject("hortator.v1.kv.restate.{instance}", Restate, Delivery.RANK_ZERO)
+KV_TIER = Subject("hortator.v1.kv.tier", TierOffer, Delivery.WORKERS)
 BEACON = Subject("hortator.v1.scheduler.beacon", Beacon, Delivery.ALL)
 
 TABLE = {name: row for name, row in list(globals().items()) if isinstance(row, Subject)}

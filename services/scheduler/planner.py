@@ -11,15 +11,16 @@ from collections.abc import Sequence as Many
 from services.scheduler.admission import Reservation
 from services.scheduler.budget import BudgetRules
 from services.scheduler.counters import Counters
+from services.scheduler.draft import Draft
 from services.scheduler.instances import Frame, Instance, Lane, State
 from services.scheduler.placement import Candidate, choose
 from services.scheduler.policy import BatchPolicy
-from services.scheduler.preempt import pick_victim
 from services.scheduler.queues import WaitQueue
+from services.scheduler.room import Room
 from services.scheduler.seat import Seat, find_seat
 from services.scheduler.sequences import Phase, Sequence
 from services.scheduler.validate import misfit
-from shared.wire import Admit, Extend, KvOp, Step, Work
+from shared.wire import Admit, KvOp, Step, Work
 
 MAX_PASSED_OVER = 16
 """Waiting sequences that may be left to other instances before a plan stops looking."""
@@ -27,25 +28,6 @@ MAX_PASSED_OVER = 16
 MAX_FRAME_IDS = 100_000
 """Ids that the admissions of one frame carry at most: 5 bytes each stay well below the broker's 1 MiB.
 A single longer sequence still goes, alone."""
-
-
-class Draft:
-    """The frame being planned."""
-
-    __slots__ = ("admit", "extend", "firsts", "ids", "kv_ops", "preempted", "prompt_tokens", "seq", "work")
-
-    def __init__(self, seq: int) -> None:
-        self.seq = seq
-        self.admit: list[Admit] = []
-        self.work: list[Work] = []
-        self.extend: list[Extend] = []
-        self.kv_ops: list[KvOp] = []
-        self.firsts: list[Sequence] = []
-        self.prompt_tokens = 0
-        """Computed by `work`."""
-        self.preempted = False
-        self.ids = 0
-        """Carried by `admit`."""
 
 
 class Planner:
@@ -71,7 +53,7 @@ class Planner:
         self.epoch = 0
         self.owner = ""
         """The leadership that frames are issued under."""
-        self._requeue = requeue
+        self.room = Room(reservation, counters, requeue)
 
     def plan(self, instance: Instance, queue: WaitQueue, fleet: Many[Instance], now: float) -> Frame | None:
         """Issue the next frame, or None if there is nothing to do. `fleet` are the instances among which a
@@ -79,7 +61,7 @@ class Planner:
         draft = Draft(instance.next_seq)
         due = instance.calendar.pop(draft.seq, None)
         if due or instance.stalled:
-            self._grow(instance, draft, due or (), now)
+            self.room.grow(instance, draft, due or (), now)
         budget = -1
         if instance.prefilling:
             budget = self._budget(instance)
@@ -96,65 +78,6 @@ class Planner:
         return self.rules.prefill_tokens(
             fit.cost, instance.decoding, instance.info.max_step_tokens, fit.overrun
         )
-
-    # Running sequences: blocks
-
-    def _grow(self, instance: Instance, draft: Draft, due: Many[Sequence], now: float) -> None:
-        """Give blocks to those whose table is full, oldest first; those that get none skip this frame."""
-        hungry = list(instance.stalled)
-        for sequence in due:
-            if sequence.due != draft.seq or instance.running.get(sequence) is not Lane.DECODE:
-                continue
-            computed = sequence.planned + draft.seq - sequence.since
-            if computed >= sequence.end:
-                instance.running[sequence] = Lane.SPENT
-                instance.decoding -= 1
-                instance.spent += 1
-                continue
-            sequence.planned, sequence.since = computed, draft.seq
-            hungry.append(sequence)
-        hungry.sort(key=lambda seq: (seq.request.priority, seq.order))
-        for sequence in hungry:
-            was_stalled = instance.running[sequence] is Lane.STALLED
-            taken = instance.pool.take(1)
-            if taken is None:
-                if not was_stalled:
-                    instance.running[sequence] = Lane.STALLED
-                    instance.decoding -= 1
-                    instance.stalled.append(sequence)
-                    sequence.stalled_at = now
-                continue
-            if was_stalled:
-                instance.stalled.remove(sequence)
-                sequence.go_on(now)
-            else:
-                instance.decoding -= 1
-            sequence.blocks = sequence.blocks + taken
-            draft.extend.append(Extend(sequence.slot, taken))
-            if sequence.reserved:
-                sequence.reserved -= 1
-                instance.reserved -= 1
-            instance.start_decoding(sequence, draft.seq, sequence.planned)
-        if instance.stalled:
-            self._make_room(instance, draft)
-            draft.work.extend(Work(sequence.slot, 0) for sequence in instance.stalled)
-
-    def _make_room(self, instance: Instance, draft: Draft) -> None:
-        """Preempt until the blocks on their way back will do. Spent sequences return theirs by themselves."""
-        while instance.stalled and instance.returning < len(instance.stalled) and not instance.spent:
-            victim = pick_victim(
-                seq
-                for seq, lane in instance.running.items()
-                if lane is not Lane.SPENT and not seq.request.pin
-            ) or pick_victim(instance.stalled)
-            if victim is None:
-                return
-            draft.preempted = True
-            self.counters.preemptions += 1
-            self.reservation.preempted()
-            draft.extend = [row for row in draft.extend if row.slot != victim.slot]
-            instance.leave(victim)
-            self._requeue(victim)
 
     # Running sequences: prompts
 
@@ -332,6 +255,8 @@ class Planner:
             blocks=draft.extend,
             release=released,
             kv_ops=draft.kv_ops,
+            offload=draft.offload,
+            fetch=draft.fetch,
         )
         cost_s = instance.fit.cost.step_s(instance.decoding, draft.prompt_tokens)
         frame = Frame(step, now, draft.firsts, cost_s)

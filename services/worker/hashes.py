@@ -8,10 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.ids import BlockHash
+from shared.kv_events import PAGE
 from shared.wire import Stored
-
-PAGE = 10_000
-"""Hashes per frame at most: 10,000 × 41 bytes stay well below the broker's 1 MiB."""
 
 
 class BlockHashes:

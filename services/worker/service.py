@@ -12,13 +12,13 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from services.worker.compute import BrokenSession, Compute, Outcome
-from services.worker.events import GATHER_S, HEARTBEAT_S, KvEventLog
 from services.worker.gate import ClaimVerdict
 from services.worker.metrics import WorkerMetrics
 from services.worker.runner import Runner, answer_of
 from services.worker.session import Reaction, Session
 from shared import subjects
 from shared.bus.port import Bus, BusDown, PayloadTooLarge, Subscription
+from shared.kv_events import GATHER_S, HEARTBEAT_S, KvEventLog
 from shared.subjects import Address
 from shared.wire import (
     Beacon,

@@ -1,7 +1,7 @@
 """Typed messages of the mesh; `docs/protocol.md` says how they are used."""
 
 from shared.wire.base import BadFrame, Codec, Row, Wire, encode
-from shared.wire.kv import KvEvents, Restate
+from shared.wire.kv import KvEvents, Restate, TierOffer
 from shared.wire.request import (
     Ack,
     Answer,
@@ -26,6 +26,8 @@ from shared.wire.step import (
     Done,
     Drain,
     Extend,
+    Fetch,
+    Fetched,
     FromInstance,
     Goodbye,
     InstanceInfo,
@@ -59,6 +61,8 @@ __all__ = [
     "Drain",
     "EndRow",
     "Extend",
+    "Fetch",
+    "Fetched",
     "FinishReason",
     "FromInstance",
     "Goodbye",
@@ -83,6 +87,7 @@ __all__ = [
     "Stored",
     "Submit",
     "SubmitSeq",
+    "TierOffer",
     "ToInstance",
     "TokenRow",
     "Tokens",

@@ -27,3 +27,18 @@ class Restate(Wire, frozen=True, tag="restate", kw_only=True):
 
     instance: str
     reason: str = ""
+
+
+class TierOffer(Wire, frozen=True, tag="tier_offer", kw_only=True):
+    """kvstore → workers, every second: blocks can be kept in and had from its second tier, by TCP."""
+
+    instance: str
+    """Of the kvstore; with the model's name it gives the row in the prefix index (`subjects.tier_row`)."""
+    host: str
+    port: int
+    secret: str
+    """What a connection has to begin with; drawn anew in each life of the kvstore."""
+    born: int
+    """Microseconds since 1970 at its start."""
+    memory_bytes: int
+    disk_bytes: int

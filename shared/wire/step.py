@@ -46,13 +46,37 @@ class KvOp(Row, frozen=True):
     dst: int
 
 
+class Fetch(Row, frozen=True):
+    """Bring a chain of blocks from the second tier: `hashes[i]` into `blocks[i]`, first to last.
+
+    The blocks are handed out by it, and belong to the operation until a beat has told its `Fetched`.
+    """
+
+    op: int
+    """Names it; unique within the incarnation."""
+    tier: str
+    """Row of the tier in the prefix index (`subjects.tier_row`)."""
+    blocks: list[int]
+    hashes: list[bytes]
+
+
+class Fetched(Row, frozen=True):
+    """A `Fetch` has ended: the first `count` blocks hold what was asked for and can be shared under their
+    hashes; the others hold nothing. None of them belongs to the operation any more."""
+
+    op: int
+    count: int
+    us: int = 0
+    """From the frame's effect to the end."""
+
+
 class Step(Wire, frozen=True, tag="step", kw_only=True):
     """One iteration of the engine. `seq` is gapless from 1 within one incarnation.
 
-    Order of effect: release, admit, blocks, kv_ops, then compute. Slots that are neither in `work` nor
-    still in their prompt (computed < len(ids) - 1 at admission, until chunks have caught up) decode one
-    token; a slot in its prompt computes only what `work` says. The chunk that reaches the last known id
-    samples. A slot that has met a stop id or its length ignores further frames until released.
+    Order of effect: release, offload, fetch, admit, blocks, kv_ops, then compute. Slots that are neither in
+    `work` nor still in their prompt (computed < len(ids) - 1 at admission, until chunks have caught up)
+    decode one token; a slot in its prompt computes only what `work` says. The chunk that reaches the last
+    known id samples. A slot that has met a stop id or its length ignores further frames until released.
     """
 
     instance: str
@@ -65,6 +89,11 @@ class Step(Wire, frozen=True, tag="step", kw_only=True):
     blocks: list[Extend] = []
     release: list[int] = []
     kv_ops: list[KvOp] = []
+    offload: list[int] = []
+    """Hashed blocks to be kept in the second tier, ahead of whatever else goes there: a sequence that was
+    preempted will want them back. Their content is saved before they are handed out anew."""
+    fetch: list[Fetch] = []
+    """Begun here, and carried out beside the steps that follow."""
 
 
 class Stored(Row, frozen=True):
@@ -152,6 +181,12 @@ class InstanceInfo(Row, frozen=True):
     version: str = ""
     detail: tuple[tuple[str, str], ...] = ()
     """For people: dtype, threads, kernels chosen, and reasons for a failed state."""
+    tier: str = ""
+    """Row in the prefix index of the second tier that its blocks go to; empty: none is in reach."""
+    tier_fixed_s: float = 0.0
+    """Seconds of a fetch from it whatever its size, measured."""
+    tier_block_s: float = 0.0
+    """Seconds more for each block, measured."""
 
 
 class Beat(Wire, frozen=True, tag="beat", kw_only=True):
@@ -165,6 +200,9 @@ class Beat(Wire, frozen=True, tag="beat", kw_only=True):
     """Highest frame accepted by the gate."""
     done_seq: int
     """Highest frame computed."""
+    fetched: list[Fetched] = []
+    """Fetches of this incarnation that ended, the latest last; each is told in several beats, the first of
+    which follows at once."""
 
 
 class Resync(Wire, frozen=True, tag="resync", kw_only=True):

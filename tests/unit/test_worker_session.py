@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.events import KvEventLog
 from services.worker.gate import ClaimVerdict, Verdict
 from services.worker.hashes import BlockHashes
 from services.worker.session import COMPLAIN_EVERY_S, RESULTS_KEPT, Session
 from shared.ids import BlockHash
+from shared.kv_events import KvEventLog
 from shared.wire import Beacon, Beat, Claim, Done, InstanceInfo, KvEvents, Refused, Resync, Step
 
 INFO = InstanceInfo("w0", "m", "fp", "mixed", "ready", 100, 16, 64, 8, 256, 1000, 512)

@@ -24,6 +24,8 @@ from shared.wire import (  # noqa: E402
     Drain,
     EndRow,
     Extend,
+    Fetch,
+    Fetched,
     Goodbye,
     InstanceInfo,
     Inventory,
@@ -45,6 +47,7 @@ from shared.wire import (  # noqa: E402
     Stored,
     Submit,
     SubmitSeq,
+    TierOffer,
     TokenRow,
     Tokens,
     Wire,
@@ -89,6 +92,9 @@ INFO = InstanceInfo(
     tp=2,
     version="0.1.0",
     detail=(("dtype", "float16"), ("threads", "2")),
+    tier="tier-kv0-0f1e2d3c",
+    tier_fixed_s=0.001,
+    tier_block_s=0.0004,
 )
 
 EXAMPLES: dict[str, Wire] = {
@@ -138,6 +144,8 @@ EXAMPLES: dict[str, Wire] = {
         blocks=[Extend(3, [12, 13])],
         release=[9],
         kv_ops=[KvOp("copy", 10, 14)],
+        offload=[4],
+        fetch=[Fetch(7, "tier-kv0-0f1e2d3c", [20, 21], [HASH, HASH[::-1]])],
     ),
     "done": Done(
         instance="w0",
@@ -153,7 +161,9 @@ EXAMPLES: dict[str, Wire] = {
         prompt_logprobs=[SlotPromptLogprobs(1, 1, [-0.75], [[(6, -0.75)]])],
         timing=StepTiming(1500, 20, 3, 4, 1),
     ),
-    "beat": Beat(info=INFO, incarnation=2, epoch=3, owner="s-1", seen_seq=41, done_seq=40),
+    "beat": Beat(
+        info=INFO, incarnation=2, epoch=3, owner="s-1", seen_seq=41, done_seq=40, fetched=[Fetched(7, 1, 900)]
+    ),
     "resync": Resync(instance="w0", epoch=3, owner="s-1", incarnation=2, have_seq=39),
     "refused": Refused(instance="w0", epoch=4, owner="s-2"),
     "goodbye": Goodbye(instance="w0", incarnation=2, reason="drained"),
@@ -174,6 +184,15 @@ EXAMPLES: dict[str, Wire] = {
     "beacon": Beacon(model="m", epoch=3, owner="s-1", instances={"w0": (2, 41)}, clients={"gw-1": 17}),
     "kv_events": KvEvents(
         instance="w0", born=INFO.born, seq=8, info=INFO, stored=[HASH], removed=[HASH[::-1]], restate="begin"
+    ),
+    "tier_offer": TierOffer(
+        instance="kv0",
+        host="10.0.0.7",
+        port=7100,
+        secret="s3cret",
+        born=1_764_400_000_000_001,
+        memory_bytes=1 << 30,
+        disk_bytes=1 << 33,
     ),
     "restate": Restate(instance="w0", reason="gap"),
 }

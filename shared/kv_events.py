@@ -1,9 +1,12 @@
-"""The instance's account to the kvstore of what can be shared: gapless events and restates (protocol §6)."""
+"""The account of what can be shared of an instance, or of a second tier: gapless events and restates to the
+kvstore that writes the index (protocol §6)."""
 
 from collections.abc import Sequence
 
-from services.worker.hashes import PAGE
 from shared.wire import InstanceInfo, KvEvents
+
+PAGE = 10_000
+"""Hashes per frame at most: 10,000 × 41 bytes stay well below the broker's 1 MiB."""
 
 HEARTBEAT_S = 0.9
 """An event at least this often (with `GATHER_S` below a second): it exposes a lost last one."""

@@ -1,0 +1,37 @@
+"""A step frame in the making."""
+
+from services.scheduler.sequences import Sequence
+from shared.wire import Admit, Extend, Fetch, KvOp, Work
+
+
+class Draft:
+    """The frame being planned."""
+
+    __slots__ = (
+        "admit",
+        "extend",
+        "fetch",
+        "firsts",
+        "ids",
+        "kv_ops",
+        "offload",
+        "preempted",
+        "prompt_tokens",
+        "seq",
+        "work",
+    )
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+        self.admit: list[Admit] = []
+        self.work: list[Work] = []
+        self.extend: list[Extend] = []
+        self.kv_ops: list[KvOp] = []
+        self.offload: list[int] = []
+        self.fetch: list[Fetch] = []
+        self.firsts: list[Sequence] = []
+        self.prompt_tokens = 0
+        """Computed by `work`."""
+        self.preempted = False
+        self.ids = 0
+        """Carried by `admit`."""
