@@ -50,8 +50,8 @@ class KvstoreService:
         self._store = store
         self._owner = owner
         self._sweep_every_s = sweep_every_s
-        self._numbers: dict[tuple[str, str], tuple[int, int]] = {}
-        # (model, instance) → (born, number)
+        self._rows: dict[tuple[str, str], tuple[int, int]] = {}
+        # (model, instance) → (born, what the store names its row by)
         self._waiting: deque[Effect] = deque()
         self._wake = asyncio.Event()
         self._sweep: tuple[str, int, int] | None = None
@@ -130,16 +130,16 @@ class KvstoreService:
         match effect:
             case BeginRow(model, instance, born):
                 try:
-                    number = await self._store.index_begin(model, instance, born)
+                    row = await self._store.index_begin(model, instance, born)
                 except IndexFull as error:
                     log.warning("prefix index is full", model=model, reason=str(error))
                     self._sweep_at.pop(model, None)
                     return
-                self._numbers[model, instance] = (born, number)
+                self._rows[model, instance] = (born, row)
             case ChangeRow():
                 await self._change(effect)
             case Forget(model, instance):
-                self._numbers.pop((model, instance), None)
+                self._rows.pop((model, instance), None)
                 await self._store.index_retire(model, instance)
                 await self._store.drop_instance(model, instance)
             case PutRecord(model, instance, record, ttl_s):
@@ -147,10 +147,10 @@ class KvstoreService:
 
     async def _change(self, change: ChangeRow) -> None:
         assert self._store is not None
-        born, number = self._numbers.get((change.model, change.instance), (None, -1))
-        kept = born == change.born and await self._store.index_add(change.model, number, change.stored)
+        born, row = self._rows.get((change.model, change.instance), (None, -1))
+        kept = born == change.born and await self._store.index_add(change.model, row, change.stored)
         if kept and change.removed:
-            kept = await self._store.index_remove(change.model, number, change.removed)
+            kept = await self._store.index_remove(change.model, row, change.removed)
         if not kept:
             self._on(RowLost(change.instance, change.born))
 
@@ -172,7 +172,7 @@ class KvstoreService:
         if ours != self.writing:
             log.info("writing the prefix index" if ours else "another kvstore writes the prefix index")
             self.writing = ours
-            self._numbers.clear()
+            self._rows.clear()
             self._sweep_at.clear()
             self._on(DutyChanged(ours))
 
@@ -183,7 +183,7 @@ class KvstoreService:
         if self.writing:
             log.warning("store lost", reason=reason)
             self.writing = False
-            self._numbers.clear()
+            self._rows.clear()
             self._on(DutyChanged(False, "store was away"))
 
     async def _sweep_on(self) -> None:

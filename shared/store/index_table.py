@@ -68,9 +68,13 @@ def decode_table(raw: bytes | None) -> IndexTable:
     if not raw:
         return IndexTable()
     try:
-        return _decoder.decode(raw)
+        table = _decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError):
         return IndexTable()
+    numbers = [number for number, _ in table.live.values()] + [number for number, _ in table.retired]
+    if any(not 0 <= number < MAX_NUMBERS for number in numbers) or len(set(numbers)) < len(numbers):
+        return IndexTable()
+    return table
 
 
 def prefix_depths(bitmaps: Sequence[bytes | None], owners: dict[int, str]) -> dict[str, int]:

@@ -7,6 +7,7 @@
     hortator:<model>:instances      set of ids that may have a record; `TABLE_TTL_S`
     hortator:<model>:index          msgpack: each instance's number in the bitmaps; `TABLE_TTL_S`
     hortator:<model>:live           bitmap of the numbers in use; `TABLE_TTL_S`
+    hortator:<model>:rows           hash: number → token of the row that has it, or had it last; `TABLE_TTL_S`
     hortator:<model>:b:<16 bytes>   bitmap: which instances hold this block; `BLOCK_TTL_S` after add or sweep
 
 Every key has an expiry, so memory is bounded by what live instances hold, also when kvstore never returns.
@@ -53,6 +54,10 @@ def index(model: str) -> str:
 
 def live(model: str) -> str:
     return f"{PREFIX}:{subject_token(model)}:live"
+
+
+def rows(model: str) -> str:
+    return f"{PREFIX}:{subject_token(model)}:rows"
 
 
 def block_prefix(model: str) -> bytes:

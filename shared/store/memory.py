@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shared.store.index_table import IndexTable
-from shared.store.port import LeaseState, StoreDown, SweepSlice
+from shared.store.port import LeaseState, StoreDown, SweepSlice, number_of, row_of
 
 SLICE_BLOCKS = 500
 
@@ -15,6 +15,7 @@ class MemoryStore:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.down = False
+        self._begun = 0
         self.flush()
 
     def flush(self) -> None:
@@ -24,6 +25,8 @@ class MemoryStore:
         self._holds: dict[str, tuple[float, str]] = {}
         self._records: dict[tuple[str, str], tuple[float, bytes]] = {}
         self._tables: dict[str, IndexTable] = {}
+        self._rows: dict[tuple[str, int], int] = {}
+        # (model, number) → the row that has it, or had it last
         self._blocks: dict[str, dict[bytes, set[int]]] = {}
         self._to_sweep: dict[str, list[bytes]] = {}
 
@@ -84,7 +87,9 @@ class MemoryStore:
     async def index_begin(self, model: str, instance: str, born: int) -> int:
         self._reach()
         self._tables[model], number = self._table(model).begin(instance, born)
-        return number
+        self._begun += 1
+        row = self._rows[model, number] = row_of(number, self._begun)
+        return row
 
     async def index_retire(self, model: str, instance: str) -> None:
         self._reach()
@@ -94,19 +99,18 @@ class MemoryStore:
         self._reach()
         return set(self._table(model).live)
 
-    async def index_add(self, model: str, number: int, hashes: Sequence[bytes]) -> bool:
-        self._reach()
-        if number not in self._table(model).owners():
+    async def index_add(self, model: str, row: int, hashes: Sequence[bytes]) -> bool:
+        if not self._is_row(model, row):
             return False
         blocks = self._blocks.setdefault(model, {})
         for block in hashes:
-            blocks.setdefault(block, set()).add(number)
+            blocks.setdefault(block, set()).add(number_of(row))
         return True
 
-    async def index_remove(self, model: str, number: int, hashes: Sequence[bytes]) -> bool:
-        self._reach()
-        if number not in self._table(model).owners():
+    async def index_remove(self, model: str, row: int, hashes: Sequence[bytes]) -> bool:
+        if not self._is_row(model, row):
             return False
+        number = number_of(row)
         blocks = self._blocks.setdefault(model, {})
         for block in hashes:
             if (holders := blocks.get(block)) is not None:
@@ -146,6 +150,11 @@ class MemoryStore:
             if depth:
                 depths[instance] = depth
         return depths
+
+    def _is_row(self, model: str, row: int) -> bool:
+        self._reach()
+        number = number_of(row)
+        return number in self._table(model).owners() and self._rows.get((model, number)) == row
 
     def _table(self, model: str) -> IndexTable:
         return self._tables.get(model, IndexTable())

@@ -12,6 +12,16 @@ MAX_NUMBERS = 4096
 """Instance numbers per model, live and not yet swept ones together; a bitmap has at most 512 bytes."""
 
 
+def row_of(number: int, token: int) -> int:
+    """A row of the index: its number in the bitmaps, and a token by which nobody else's row with the same
+    number (after a flush, or a sweep) is taken for it."""
+    return token * MAX_NUMBERS + number
+
+
+def number_of(row: int) -> int:
+    return row % MAX_NUMBERS
+
+
 class StoreDown(ConnectionError):
     """The store cannot be used now; what was asked may or may not have happened."""
 
@@ -78,8 +88,8 @@ class Store(Protocol):
     # --- prefix index: which instance holds which block -----------------------------------------------------
 
     async def index_begin(self, model: str, instance: str, born: int) -> int:
-        """An empty row for (instance, born): a fresh number; what was known of the instance is forgotten at
-        once. Raises `IndexFull`."""
+        """An empty row for (instance, born) under a fresh number; what was known of the instance is forgotten
+        at once. Returns what the row is named by when it is changed (`row_of`). Raises `IndexFull`."""
 
     async def index_retire(self, model: str, instance: str) -> None:
         """Forget the instance at once. Idempotent."""
@@ -87,11 +97,11 @@ class Store(Protocol):
     async def index_instances(self, model: str) -> set[str]:
         """Instances that have a row."""
 
-    async def index_add(self, model: str, number: int, hashes: Sequence[bytes]) -> bool:
-        """False, and nothing is kept, when `number` is not in use (any more): the store was flushed, or
-        the number retired. The caller then begins anew. No hashes: only asks whether it is in use."""
+    async def index_add(self, model: str, row: int, hashes: Sequence[bytes]) -> bool:
+        """False, and nothing is kept, when there is no such row (any more): the store was flushed, or the row
+        retired. The caller then begins anew. No hashes: only asks whether it is there."""
 
-    async def index_remove(self, model: str, number: int, hashes: Sequence[bytes]) -> bool: ...
+    async def index_remove(self, model: str, row: int, hashes: Sequence[bytes]) -> bool: ...
 
     async def index_sweep(self, model: str, cursor: int) -> SweepSlice:
         """Clear retired numbers from a slice of the bitmaps and extend the lives of the rest. Cursor 0 begins

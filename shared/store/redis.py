@@ -4,6 +4,7 @@ No retries inside the client (its defaults cost 3.8 s a call when the server is 
 break in which calls fail at once, so that a black-holed server costs one time-out and not one per call.
 """
 
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from redis.backoff import NoBackoff
 
 from shared.store import keys, scripts
 from shared.store.index_table import IndexTable, decode_table, encode_table, prefix_depths
-from shared.store.port import LeaseState, StoreDenied, StoreDown, SweepSlice
+from shared.store.port import MAX_NUMBERS, LeaseState, StoreDenied, StoreDown, SweepSlice, number_of, row_of
 
 log = structlog.get_logger()
 
@@ -27,6 +28,8 @@ WRITE_SLICE = 256
 """Blocks per script call: the server serves nobody else meanwhile, so a slice stays well below 1 ms."""
 SWEEP_SLICE = 200
 _SWAP_ATTEMPTS = 20
+_TOKEN_BITS = 40
+"""A row stays below 2^53, which every language's numbers hold."""
 
 
 class RedisStore:
@@ -66,7 +69,8 @@ class RedisStore:
     async def read_lease(self, model: str) -> LeaseState:
         async with self._reach():
             highest, lease = await self._client.mget(keys.epoch(model), keys.lease(model))
-        return LeaseState(_fence(highest)[0] if highest else 0, _fence(lease) if lease else None)
+        highest_epoch, _ = _fence(highest) or (0, "")
+        return LeaseState(highest_epoch, _fence(lease))
 
     async def write_lease(self, model: str, epoch: int, owner: str, ttl_s: float) -> bool:
         async with self._reach():
@@ -98,7 +102,8 @@ class RedisStore:
 
     async def list_instances(self, model: str) -> dict[str, bytes]:
         async with self._reach():
-            names = sorted(name.decode() for name in await self._client.smembers(keys.instances(model)))
+            found = await self._client.smembers(keys.instances(model))
+            names = sorted(name.decode() for name in found if name.isascii())
             if not names:
                 return {}
             records = await self._client.mget([keys.instance(model, name) for name in names])
@@ -114,28 +119,29 @@ class RedisStore:
             await pipe.execute()
 
     async def index_begin(self, model: str, instance: str, born: int) -> int:
+        token = secrets.randbits(_TOKEN_BITS)
         numbers: list[int] = []
 
         def begin(table: IndexTable) -> IndexTable:
             changed, number = table.begin(instance, born)
-            numbers.append(number)
+            numbers[:] = [number]
             return changed
 
-        await self._change_table(model, begin)
-        return numbers[-1]
+        await self._change_table(model, begin, lambda: [numbers[0], token])
+        return row_of(numbers[0], token)
 
     async def index_retire(self, model: str, instance: str) -> None:
         await self._change_table(model, lambda table: table.retire(instance))
 
     async def index_instances(self, model: str) -> set[str]:
         async with self._reach():
-            return set(decode_table(await self._client.get(keys.index(model))).live)
+            return set(decode_table(await self._table(model)).live)
 
-    async def index_add(self, model: str, number: int, hashes: Sequence[bytes]) -> bool:
-        return await self._write_blocks(self._add, model, hashes, [number, keys.BLOCK_TTL_S])
+    async def index_add(self, model: str, row: int, hashes: Sequence[bytes]) -> bool:
+        return await self._write_blocks(self._add, model, hashes, [*_number_token(row), keys.BLOCK_TTL_S])
 
-    async def index_remove(self, model: str, number: int, hashes: Sequence[bytes]) -> bool:
-        return await self._write_blocks(self._remove, model, hashes, [number])
+    async def index_remove(self, model: str, row: int, hashes: Sequence[bytes]) -> bool:
+        return await self._write_blocks(self._remove, model, hashes, _number_token(row))
 
     async def index_sweep(self, model: str, cursor: int) -> SweepSlice:
         if cursor == 0:
@@ -179,22 +185,33 @@ class RedisStore:
             await pool.release(connection)
 
     async def _write_blocks(self, script: Any, model: str, hashes: Sequence[bytes], args: list[int]) -> bool:
-        prefix, live = keys.block_prefix(model), keys.live(model)
+        prefix, row = keys.block_prefix(model), [keys.live(model), keys.rows(model)]
         async with self._reach():
             for start in range(0, max(1, len(hashes)), WRITE_SLICE):
                 blocks = [prefix + h[: keys.HASH_BYTES] for h in hashes[start : start + WRITE_SLICE]]
-                if not await script(keys=[live, *blocks], args=args):
+                if not await script(keys=[*row, *blocks], args=args):
                     return False
         return True
 
-    async def _change_table(self, model: str, change: Callable[[IndexTable], IndexTable]) -> None:
-        where = [keys.index(model), keys.live(model)]
+    async def _table(self, model: str) -> bytes:
+        # MGET passes over what is no string, where GET would fail until it expires.
+        (raw,) = await self._client.mget(keys.index(model))
+        return raw or b""
+
+    async def _change_table(
+        self,
+        model: str,
+        change: Callable[[IndexTable], IndexTable],
+        row: Callable[[], list[int]] = list,
+    ) -> None:
+        """`row`: number and token of the row that the change begins."""
+        where = [keys.index(model), keys.live(model), keys.rows(model)]
         for _ in range(_SWAP_ATTEMPTS):
             async with self._reach():
-                raw = await self._client.get(where[0]) or b""
+                raw = await self._table(model)
             table = change(decode_table(raw))
             async with self._reach():
-                args = [raw, encode_table(table), table.live_bits(), keys.TABLE_TTL_S]
+                args: list[Any] = [raw, encode_table(table), table.live_bits(), keys.TABLE_TTL_S, *row()]
                 if await self._swap(keys=where, args=args):
                     return
         raise StoreDown(f"the index table of {model} is changed by others all the time")
@@ -221,6 +238,14 @@ def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _fence(raw: bytes) -> tuple[int, str]:
-    epoch, _, owner = raw.decode().partition(" ")
-    return int(epoch), owner
+def _number_token(row: int) -> list[int]:
+    return [number_of(row), row // MAX_NUMBERS]
+
+
+def _fence(raw: bytes | None) -> tuple[int, str] | None:
+    """None for nothing, and for what no scheduler wrote."""
+    epoch, _, owner = (raw or b"").partition(b" ")
+    try:
+        return int(epoch), owner.decode()
+    except ValueError:
+        return None

@@ -33,30 +33,48 @@ return 1
 """
 
 SWAP_TABLE = """
--- KEYS index, live   ARGV old table, new table, live bits, ttl s: replace the table if it is still the old
-local now = redis.call('GET', KEYS[1]) or ''
+-- KEYS index, live, rows   ARGV old table, new table, live bits, ttl s [, number and token of a new row]
+-- Replace the table if it is still the old. What is no string under its key counts as absent.
+local now = redis.pcall('GET', KEYS[1])
+if type(now) ~= 'string' then now = '' end
 if now ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[4])
 redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4])
+if ARGV[5] then
+  if type(redis.pcall('HSET', KEYS[3], ARGV[5], ARGV[6])) == 'table' then
+    redis.call('DEL', KEYS[3])
+    redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
+  end
+end
+redis.call('EXPIRE', KEYS[3], ARGV[4])
 return 1
 """
 
-ADD = """
--- KEYS live, block...   ARGV number, ttl s
-if redis.call('GETBIT', KEYS[1], ARGV[1]) == 0 then return 0 end
-for i = 2, #KEYS do
-  redis.call('SETBIT', KEYS[i], ARGV[1], 1)
-  redis.call('EXPIRE', KEYS[i], ARGV[2])
+_IS_ROW = """
+if redis.pcall('GETBIT', KEYS[1], ARGV[1]) ~= 1 then return 0 end
+if redis.pcall('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
+"""
+
+ADD = f"""
+-- KEYS live, rows, block...   ARGV number, token, ttl s
+{_IS_ROW}
+for i = 3, #KEYS do
+  if type(redis.pcall('SETBIT', KEYS[i], ARGV[1], 1)) == 'table' then
+    -- No bitmap: nothing of ours.
+    redis.call('DEL', KEYS[i])
+    redis.call('SETBIT', KEYS[i], ARGV[1], 1)
+  end
+  redis.call('EXPIRE', KEYS[i], ARGV[3])
 end
 return 1
 """
 
-REMOVE = """
--- KEYS live, block...   ARGV number
-if redis.call('GETBIT', KEYS[1], ARGV[1]) == 0 then return 0 end
-for i = 2, #KEYS do
+REMOVE = f"""
+-- KEYS live, rows, block...   ARGV number, token
+{_IS_ROW}
+for i = 3, #KEYS do
   -- SETBIT would create a key that is not there.
-  if redis.call('GETBIT', KEYS[i], ARGV[1]) == 1 then
+  if redis.pcall('GETBIT', KEYS[i], ARGV[1]) == 1 then
     redis.call('SETBIT', KEYS[i], ARGV[1], 0)
     if redis.call('BITCOUNT', KEYS[i]) == 0 then redis.call('DEL', KEYS[i]) end
   end
@@ -68,8 +86,8 @@ SWEEP = """
 -- KEYS live, block...   ARGV ttl s: drop bits of numbers not in use, and bitmaps without any
 local deleted = 0
 for i = 2, #KEYS do
-  redis.call('BITOP', 'AND', KEYS[i], KEYS[i], KEYS[1])
-  if redis.call('BITCOUNT', KEYS[i]) == 0 then
+  local kept = redis.pcall('BITOP', 'AND', KEYS[i], KEYS[i], KEYS[1])
+  if type(kept) == 'table' or redis.call('BITCOUNT', KEYS[i]) == 0 then
     deleted = deleted + redis.call('DEL', KEYS[i])
   else
     redis.call('EXPIRE', KEYS[i], ARGV[1])

@@ -5,13 +5,15 @@ import hashlib
 import random
 from collections.abc import AsyncIterator, Iterator
 
+import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shared.store import keys
 from shared.store.index_table import IndexTable, decode_table, encode_table, prefix_depths
 from shared.store.memory import MemoryStore
-from shared.store.port import MAX_NUMBERS, IndexFull, LeaseState, Store, StoreDown
+from shared.store.port import MAX_NUMBERS, IndexFull, LeaseState, Store, StoreDown, number_of
 from shared.store.redis import RedisStore
 from tests.support.servers import RunningServer, redis_server
 
@@ -173,12 +175,16 @@ async def test_a_number_is_given_anew_only_after_a_sweep_that_began_after_it_ret
     assert await store.index_instances(model) == set()
     kept = await store.index_begin(model, "w0", 1)
     await store.index_add(model, kept, CHAIN[:600])
-    assert kept != old
+    assert number_of(kept) != number_of(old)
     assert await sweep(store, model) == (600, 100)
     heir = await store.index_begin(model, "heir", 1)
-    assert heir == old
+    assert number_of(heir) == number_of(old)
     assert await store.longest_prefix(model, CHAIN) == {"w0": 600}
     await store.index_add(model, heir, CHAIN[:1])
+    assert await store.longest_prefix(model, CHAIN) == {"w0": 600, "heir": 1}
+    # Whoever still writes for the dead one writes into nobody's row.
+    assert not await store.index_add(model, old, CHAIN[1:5])
+    assert not await store.index_remove(model, old, CHAIN[:1])
     assert await store.longest_prefix(model, CHAIN) == {"w0": 600, "heir": 1}
 
 
@@ -190,8 +196,8 @@ async def test_removing_the_last_holder_leaves_nothing_to_sweep(store: Store, mo
 
 
 async def test_two_writers_that_begin_at_once_get_different_numbers(store: Store, model: str) -> None:
-    numbers = await asyncio.gather(*(store.index_begin(model, f"w{i}", 1) for i in range(10)))
-    assert sorted(numbers) == list(range(10))
+    rows = await asyncio.gather(*(store.index_begin(model, f"w{i}", 1) for i in range(10)))
+    assert sorted(number_of(row) for row in rows) == list(range(10))
 
 
 async def test_lookups_agree_with_the_twin_after_random_changes(store: Store, model: str) -> None:
@@ -199,25 +205,25 @@ async def test_lookups_agree_with_the_twin_after_random_changes(store: Store, mo
     print(f"seed {seed}")
     rng = random.Random(seed)
     twin = MemoryStore()
-    numbers: dict[str, int] = {}
+    rows: dict[str, tuple[int, int]] = {}
     for _ in range(300):
         name = f"w{rng.randrange(20)}"
         move = rng.choice(["add", "add", "add", "remove", "begin", "retire", "sweep"])
         start = rng.randrange(30)
         some = CHAIN[start : start + rng.randrange(30)]
-        if name not in numbers or move == "begin":
-            numbers[name] = await store.index_begin(model, name, 1)
-            assert await twin.index_begin(model, name, 1) == numbers[name]
+        if name not in rows or move == "begin":
+            rows[name] = await store.index_begin(model, name, 1), await twin.index_begin(model, name, 1)
+            assert number_of(rows[name][0]) == number_of(rows[name][1])
         elif move == "retire":
-            del numbers[name]
+            del rows[name]
             await store.index_retire(model, name)
             await twin.index_retire(model, name)
         elif move == "sweep":
             assert await sweep(store, model) == await sweep(twin, model)
         else:
-            for each in (store, twin):
+            for each, row in zip((store, twin), rows[name], strict=True):
                 change = each.index_add if move == "add" else each.index_remove
-                assert await change(model, numbers[name], some)
+                assert await change(model, row, some)
         assert await store.longest_prefix(model, CHAIN[:40]) == await twin.longest_prefix(model, CHAIN[:40])
 
 
@@ -233,6 +239,63 @@ async def test_a_twin_told_to_be_down_and_flushed_behaves_like_a_server_that_los
     store.down = False
     store.flush()
     assert not await store.index_add("m", number, CHAIN[:1])
+
+
+@pytest.mark.servers
+async def test_after_a_flush_nobody_writes_into_the_row_that_got_its_number() -> None:
+    with redis_server() as server:
+        store = RedisStore(f"redis://127.0.0.1:{server.port}/0")
+        old = await store.index_begin("m", "w0", 1)
+        await store._client.flushall()
+        new = await store.index_begin("m", "w1", 1)
+        assert number_of(new) == number_of(old)
+        assert not await store.index_add("m", old, CHAIN[:3])
+        assert await store.index_add("m", new, CHAIN[:2])
+        assert await store.longest_prefix("m", CHAIN) == {"w1": 2}
+        await store.close()
+
+
+@pytest.mark.servers
+async def test_what_no_kvstore_wrote_under_the_keys_is_no_error_and_gives_way_to_what_one_writes() -> None:
+    with redis_server() as server:
+        store = RedisStore(f"redis://127.0.0.1:{server.port}/0")
+        server_side = store._client
+        tables = [
+            b"\xc1",
+            msgpack.packb([0, {"w0": [1 << 40, 1]}, []]),
+            msgpack.packb([0, {"w0": [-1, 1]}, []]),
+            msgpack.packb([0, {"w0": [0, 1], "w1": [0, 1]}, []]),
+            msgpack.packb([0, [[[]]], {}]),
+        ]
+        for table in tables:
+            await server_side.set(keys.index("m"), table)
+            assert await store.longest_prefix("m", CHAIN) == {}
+        for key in (
+            keys.index("m"),
+            keys.live("m"),
+            keys.rows("m"),
+            keys.instances("m"),
+            *_blocks(CHAIN[:3]),
+        ):
+            await server_side.delete(key)
+            await server_side.lpush(key, b"no bitmap")
+        assert await store.longest_prefix("m", CHAIN) == {}
+        assert await store.index_instances("m") == set()
+        assert not await store.index_add("m", 0, CHAIN)
+        row = await store.index_begin("m", "w0", 1)
+        assert await store.index_remove("m", row, CHAIN)
+        assert await store.index_add("m", row, CHAIN[:2])
+        await server_side.set(_blocks(CHAIN)[3], b"\xff" * 600)
+        assert await store.longest_prefix("m", CHAIN) == {"w0": 2}
+        assert await sweep(store, "m") == (3, 1)
+        assert await store.longest_prefix("m", CHAIN) == {"w0": 2}
+        await server_side.mset({keys.epoch("m"): b"\xffhigh w", keys.lease("m"): b"7"})
+        assert await store.read_lease("m") == LeaseState(0, (7, ""))
+        await store.close()
+
+
+def _blocks(hashes: list[bytes]) -> list[bytes]:
+    return [keys.block_prefix("m") + h[: keys.HASH_BYTES] for h in hashes]
 
 
 @pytest.mark.servers
