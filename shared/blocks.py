@@ -13,6 +13,9 @@ from shared.ids import BlockHash
 
 WIRE_VERSION = 1
 
+HASH_BYTES = 32
+"""Of every name."""
+
 
 def root_hash(fingerprint: str, block_tokens: int, salt: str = "") -> BlockHash:
     """The parent of a sequence's first block. `fingerprint` names weights and KV format; `salt` a tenant."""

@@ -4,6 +4,8 @@ Several blocks may hold equal content (two sequences computed the same prefix at
 vanishes only with its last copy. Net changes are collected for the kvstore's events.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,6 +44,19 @@ class BlockHashes:
         self._hashed[block] = True
         self._copies[block_hash] = self._copies.get(block_hash, 0) + 1
 
+    def held(self, blocks: Iterable[int]) -> list[tuple[int, BlockHash]]:
+        """Those of `blocks` that hold a hash, with it."""
+        of_block = self._of_block
+        return [(block, held) for block in blocks if (held := of_block[block]) is not None]
+
+    def held_of(self, blocks: NDArray[np.int32]) -> list[tuple[int, BlockHash]]:
+        """`held` for many; most blocks handed out held nothing that anybody could find."""
+        return self.held(blocks[self._hashed[blocks]].tolist())
+
+    def all_blocks(self) -> list[tuple[int, BlockHash]]:
+        """Every hashed block, with its hash."""
+        return self.held(np.flatnonzero(self._hashed).tolist())
+
     def forget(self, block: int) -> None:
         """The block was handed out again: what it held is gone by that very act."""
         block_hash = self._of_block[block]
@@ -62,11 +77,6 @@ class BlockHashes:
         for block in blocks:
             if of_block[block] is not None:
                 self.forget(block)
-
-    def forget_all(self, blocks: NDArray[np.int32]) -> None:
-        """`forget` for many; most blocks handed out held nothing that anybody could find."""
-        for block in blocks[self._hashed[blocks]].tolist():
-            self.forget(block)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """(stored, removed) hashes, net since the last call; a hash that came and went is in neither."""

@@ -20,13 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.faults import FrameFault, RequestFault, check_sampling, length_limit, read_ids
+from services.worker.fetches import Fetches
 from services.worker.hashes import BlockHashes
 from services.worker.prefixes import Prefixes
 from services.worker.shape import BatchShape
 from services.worker.step import I32, NOT_FINITE, SlotArrays, StepInput, StepOutput
 from services.worker.stops import StopReason, StopRules
 from services.worker.tables import BlockTables, Rows
-from shared.wire import Admit, Extend, KvOp, SlotLogprobs, SlotPromptLogprobs, Step, Stopped, Stored
+from shared.ids import BlockHash
+from shared.wire import Admit, Extend, Fetch, KvOp, SlotLogprobs, SlotPromptLogprobs, Step, Stopped, Stored
 
 
 @dataclass(kw_only=True)
@@ -44,7 +46,13 @@ class AppliedStep(StepInput):
     idle: int
     """Stopped slots at that moment."""
     given: list[int]
-    """Blocks that lose their hash with it."""
+    """Blocks that lose their hash with its commit."""
+    evicted: list[tuple[int, BlockHash]]
+    """Hashed blocks that it hands out, `given` ones and others: what they hold is overwritten from now on."""
+    offload: list[tuple[int, BlockHash]] = field(default_factory=list)
+    """Hashed blocks that are to be kept in the second tier; some may be among the `evicted`."""
+    fetch: list[Fetch] = field(default_factory=list)
+    """Fetches that begin with it. Each ends by `Batch.fetched`, or with the session."""
     rejected: list[Stopped] = field(default_factory=list)
 
 
@@ -64,7 +72,7 @@ class StepResult:
 
 def goes_on(frame: Step) -> bool:
     """Whether the frame may be applied before the one before it is committed."""
-    return not (frame.admit or frame.release or frame.kv_ops)
+    return not (frame.admit or frame.release or frame.kv_ops or frame.fetch or frame.offload)
 
 
 class Batch:
@@ -80,6 +88,7 @@ class Batch:
         self._prefixes = Prefixes(shape, fingerprint, self.hashes)
         self._stops = StopRules(shape)
         self._tables = BlockTables(shape)
+        self._fetches = Fetches(self._tables, self.hashes)
         slots = shape.max_slots
         self.arrays = SlotArrays(
             tokens=np.zeros((slots, shape.max_len), np.int32),
@@ -113,12 +122,18 @@ class Batch:
         """Slots whose sequence has not stopped."""
         return self._live - self._idle
 
+    @property
+    def fetching(self) -> int:
+        """Fetches that have not ended."""
+        return len(self._fetches)
+
     def reset(self) -> None:
         """A new session, or a frame that failed half-way: every slot is free; hashed blocks stay."""
         arrays = self.arrays
         arrays.sampling[:] = [None] * self.shape.max_slots
         self._tables.reset()
         self._stops.reset()
+        self._fetches.reset()
         for counters in (arrays.known, arrays.computed):
             counters.fill(0)
         for flags in (self._decoding, self._closed, self._stopped):
@@ -131,7 +146,7 @@ class Batch:
         Raises `FrameFault`; the batch must be reset then, once a step under way is committed. Nothing is
         computed before all of it is checked.
         """
-        if frame.admit or frame.work or frame.release or frame.kv_ops:
+        if frame.work or not goes_on(frame):
             return self._apply_changes(frame)
         given: list[int] = []
         for extend in frame.blocks:
@@ -152,6 +167,7 @@ class Batch:
             decodes=None,
             idle=self._idle,
             given=given,
+            evicted=self.hashes.held(given) if given else [],
         )
 
     def commit(self, step: AppliedStep, output: StepOutput) -> StepResult:
@@ -184,19 +200,33 @@ class Batch:
             )
         return result
 
+    def fetched(self, op: int, count: int) -> bool:
+        """The fetch has ended: its first `count` blocks hold what was asked for, and can be shared now.
+
+        Only between frames, nothing under way. False: it is none of this session. Raises ValueError for a
+        count beyond its blocks.
+        """
+        return self._fetches.end(op, count)
+
     # Changes, each checked before it touches anything.
 
     def _apply_changes(self, frame: Step) -> AppliedStep:
         given: list[int] = []
+        evicted: list[tuple[int, BlockHash]] = []
         rejected: list[Stopped] = []
         for slot in frame.release:
             self._check_live(slot)
             self._free(slot)
+        offload = self._offload(frame.offload) if frame.offload else []
+        for fetch in frame.fetch:
+            self._give_up(self._fetches.begin(fetch), evicted)
         for admit in frame.admit:
-            self._admit(admit, rejected)
+            self._admit(admit, evicted, rejected)
         for extend in frame.blocks:
             self._extend(extend, given)
-        copies = [self._copy(op) for op in frame.kv_ops]
+        if given:
+            evicted += self.hashes.held(given)
+        copies = [self._copy(op, evicted) for op in frame.kv_ops]
 
         known, decoding = self.arrays.known, self._decoding
         counts = decoding.astype(np.int32)
@@ -231,6 +261,9 @@ class Batch:
             decodes=decodes,
             idle=self._idle,
             given=given,
+            evicted=evicted,
+            offload=offload,
+            fetch=frame.fetch,
             rejected=rejected,
         )
 
@@ -245,7 +278,20 @@ class Batch:
             self._closed[ending] = True
         return full
 
-    def _admit(self, admit: Admit, rejected: list[Stopped]) -> None:
+    def _offload(self, blocks: list[int]) -> list[tuple[int, BlockHash]]:
+        held = self.hashes.held(self._tables.read(blocks).tolist())
+        if len(held) < len(blocks):
+            without = next(block for block in blocks if self.hashes.of(block) is None)
+            raise FrameFault("block to offload", got=f"{without}, which has no hash", allowed="a hashed one")
+        return held
+
+    def _give_up(self, blocks: I32, evicted: list[tuple[int, BlockHash]]) -> None:
+        """They are handed out anew, and a later part of the frame must not find what they held."""
+        if held := self.hashes.held_of(blocks):
+            evicted += held
+            self.hashes.forget_each([block for block, _ in held])
+
+    def _admit(self, admit: Admit, evicted: list[tuple[int, BlockHash]], rejected: list[Stopped]) -> None:
         slot, shape = admit.slot, self.shape
         self._check_slot(slot)
         if self.arrays.sampling[slot] is not None:
@@ -275,7 +321,7 @@ class Batch:
             self._stopped[slot] = self._closed[slot] = True
             self._idle += 1
             rejected.append(Stopped(slot, "error", str(fault)))
-            self.hashes.forget_all(blocks[cached:])
+            self._give_up(blocks[cached:], evicted)
             return
         parent = self._prefixes.check(admit, ids, cached)
 
@@ -290,7 +336,7 @@ class Batch:
         self._stops.watch(admit, limit)
         self._tables.share(slot, blocks[:cached])
         # A later admission of the frame may name one of them as cached: it must not find the old content.
-        self.hashes.forget_all(blocks[cached:])
+        self._give_up(blocks[cached:], evicted)
         self._tables.hand_out(slot, blocks[cached:])
 
     def _extend(self, extend: Extend, given: list[int]) -> None:
@@ -309,10 +355,10 @@ class Batch:
                 self._tables.hand_out(slot, blocks)
         given += extend.blocks
 
-    def _copy(self, op: KvOp) -> tuple[int, int]:
-        self._tables.read([op.src, op.dst])
+    def _copy(self, op: KvOp, evicted: list[tuple[int, BlockHash]]) -> tuple[int, int]:
+        ends = self._tables.read([op.src, op.dst])
         self._tables.check_writable(op.dst)
-        self.hashes.forget(op.dst)
+        self._give_up(ends[1:], evicted)
         return op.src, op.dst
 
     def _check_slot(self, slot: int) -> None:

@@ -59,6 +59,18 @@ class BlockTables:
         self._lengths[slot] = length + 1
         self._room[slot] += self._shape.block_tokens
 
+    def hold(self, blocks: I32) -> None:
+        """Blocks that something else than a slot will write."""
+        users = self._users[blocks]
+        if users.any():
+            taken = blocks[users.argmax()]
+            raise FrameFault("block to fetch into", got=f"{taken}, in use", allowed="one not in use")
+        self._users[blocks] = 1
+
+    def let_go(self, blocks: I32) -> None:
+        """What was held; nobody writes it any more."""
+        self._users[blocks] -= 1
+
     def check_writable(self, block: int) -> None:
         if self._users[block] > 1:
             raise FrameFault("block to copy into", got=f"{block}, shared", allowed="one that nobody shares")
