@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.collective.port import LOOPBACK, Collective, GroupLost
+from services.worker.mock_kv import MockKv
 from services.worker.step import (
     I32,
     ExecutorInfo,
@@ -61,10 +62,18 @@ class MockExecutor:
         self._generation = -1
         self._asking: set[int] = set()
         # slots that want log-probabilities
+        self._kv: MockKv | None = None
 
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    @property
+    def kv_memory(self) -> MockKv:
+        """Blocks that can be kept elsewhere. Only once it is asked for are they really written."""
+        if self._kv is None:
+            self._kv = MockKv(self._info, self._collective.rank)
+        return self._kv
 
     def run(self, step: StepInput, slots: SlotArrays) -> StepOutput:
         rows = step.slots
@@ -75,7 +84,12 @@ class MockExecutor:
         if slots.generation != self._generation:
             self._generation = slots.generation
             # Also slots without a row in this step: the generation tells of them only once.
-            self._read((slots.version != self._version).nonzero()[0].tolist(), slots)
+            changed = (slots.version != self._version).nonzero()[0].tolist()
+            self._read(changed, slots)
+            if self._kv is not None:
+                self._kv.expect(changed)
+        if self._kv is not None:
+            self._kv.compute(step, slots)
         position = step.starts + step.counts
         output = StepOutput(self._draw(self._key[rows], position, slots.tokens[rows, position - 1]))
         if not step.samples.all():

@@ -27,6 +27,7 @@ from services.worker.engine.decoder import Timed
 from services.worker.engine.device import Device
 from services.worker.engine.grouped import choose_in_group
 from services.worker.engine.kvcache import KvCache, plan_kv
+from services.worker.engine.kvmemory import kv_memory_of
 from services.worker.engine.native.decoder import NativeDecoder
 from services.worker.engine.sampler import SampleRow, sample, top_logprobs
 from services.worker.engine.sharded_sampling import ShardedSampler
@@ -44,6 +45,7 @@ from services.worker.step import (
     StepInput,
     StepOutput,
 )
+from services.worker.tier.port import KvMemory
 from shared.wire import Sampling
 
 
@@ -147,6 +149,11 @@ class TorchExecutor:
     @property
     def kv(self) -> KvCache:
         return self._kv
+
+    @property
+    def kv_memory(self) -> KvMemory:
+        """`services.worker.tier.port.HasKvMemory`; made at each call."""
+        return kv_memory_of(self._kv)
 
     def spent(self) -> dict[str, float]:
         """Seconds of all steps so far by kind of work, in the order of a step."""
