@@ -38,6 +38,11 @@ class BlockPool:
         return len(self._plain) + len(self._cached)
 
     @property
+    def plain(self) -> int:
+        """Free blocks whose content nobody can find: handing them out costs nothing."""
+        return len(self._plain)
+
+    @property
     def cached(self) -> int:
         """Blocks that can be found by their hash, held or free."""
         return len(self._of_hash)
@@ -56,6 +61,14 @@ class BlockPool:
         """How many of `blocks` nobody holds: sharing these makes `free` smaller."""
         refs = self._refs
         return sum(1 for block in blocks if not refs[block])
+
+    def holders(self, block: int) -> int:
+        """How many hold it."""
+        return self._refs[block]
+
+    def is_hashed(self, block: int) -> bool:
+        """Whether it can be found by a hash."""
+        return self._hash[block] is not None
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder for each; they must have a hash or a holder."""

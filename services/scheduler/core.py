@@ -23,6 +23,7 @@ from services.scheduler.events import (
     Hint,
     Lead,
     LeaseSeen,
+    LookUp,
     Note,
     SendBeacon,
     SendStep,
@@ -32,12 +33,15 @@ from services.scheduler.events import (
     Turn,
     WriteLease,
 )
+from services.scheduler.fetching import Fetching, FetchRules
 from services.scheduler.fleet import Fleet, FleetRules
 from services.scheduler.instances import State
 from services.scheduler.leadership import Leadership, LeadershipTimes, Rule, leads_model
+from services.scheduler.placement import FirstTokenSoonest, Placement
 from services.scheduler.planner import Planner
 from services.scheduler.policy import BatchPolicy
 from services.scheduler.seat import prefix_hashes
+from services.scheduler.sequences import Sequence
 from shared.ids import BlockHash
 from shared.wire import Ack, Beacon, Beat, Cancel, Done, Goodbye, Refused, Resync, Submit
 
@@ -51,6 +55,7 @@ class Rules:
     budget: BudgetRules = field(default_factory=BudgetRules)
     desk: DeskRules = field(default_factory=DeskRules)
     fleet: FleetRules = field(default_factory=FleetRules)
+    fetch: FetchRules = field(default_factory=FetchRules)
     max_running: int = 0
 
 
@@ -66,6 +71,7 @@ class Core:
         *,
         rng: random.Random,
         now: float,
+        placement: Placement | None = None,
     ) -> None:
         self.owner = owner
         self.rules = rules
@@ -75,6 +81,8 @@ class Core:
         self.planner = Planner(policy, reservation, rules.budget, self.counters, self.desk.preempted)
         self.planner.max_running = rules.max_running
         self.planner.rng = rng
+        self.planner.placement = placement or FirstTokenSoonest()
+        self.planner.fetching = Fetching(rules.fetch)
         self.fleet = Fleet(rules.fleet, self.counters, self.desk, rng)
         self.connected = True
         self._beacon_at = now
@@ -309,22 +317,27 @@ class Core:
     def _turn(self, event: Turn, now: float) -> None:
         if not self.leads or now < self.leadership.listening_until:
             return
+        if arrivals := self.desk.take_arrivals():
+            self._look_up(arrivals, now)
         effects = self._effects
         self._plan(effects, now)
         effects += self.desk.collect(now)
 
-    def hashes_to_look_up(self, client: str, request_id: str) -> list[BlockHash]:
-        """Block hashes of a request that waits and could go to several instances; else none.
-
-        What the instances we hold have is in their own tables already; the shared index may know more.
-        """
-        choices = self.fleet.choices
-        if len(choices) < 2 or not self.leads:
-            return []
-        sequence = self.desk.waiting(client, request_id)
-        if sequence is None or sequence.request.pin or sequence.request.sampling.prompt_logprobs is not None:
-            return []
-        return prefix_hashes(choices[0], sequence)
+    def _look_up(self, arrivals: list[Sequence], now: float) -> None:
+        """Ask the shared index how far tiers hold what begins to wait, where the answer could matter. What
+        the instances hold is in our own tables."""
+        choices, fetching = self.fleet.choices, self.planner.fetching
+        asked: dict[tuple[str, bytes], tuple[list[int], list[BlockHash]]] = {}
+        for sequence in arrivals:
+            if not fetching.wants_hints(sequence, choices):
+                continue
+            hashes = prefix_hashes(choices[0], sequence)
+            if hashes:
+                sequence.hold_until = now + fetching.rules.lookup_s
+                client = sequence.request.client.id
+                asked.setdefault((client, hashes[-1]), ([], hashes))[0].append(sequence.handle)
+        for (client, _), (handles, hashes) in asked.items():
+            self._effects.append(LookUp(client, tuple(handles), hashes))
 
     def _plan(self, effects: list[Effect], now: float) -> None:
         """Frames for every instance until its window is full or there is nothing to do."""

@@ -16,12 +16,23 @@ class Counters:
     computed_tokens: int = 0
     """Tokens the frames issued so far compute, prompts and decodes, recomputation included."""
     recomputed_tokens: int = 0
-    """Of these, tokens that an earlier attempt had computed already: the recompute tax."""
+    """Of these, tokens that an earlier attempt had computed already: the recompute tax. Tokens found cached
+    or fetched are not among them."""
     prompt_tokens: int = 0
     """Prompt tokens of admitted sequences (first attempts)."""
     prefix_hit_tokens: int = 0
     """Of these, found cached."""
+    fetches: int = 0
+    """Fetches from the second tier that ended."""
+    fetches_short: int = 0
+    """Of these, without all they were to bring."""
     preemptions: int = 0
+    preemptions_offload: int = 0
+    """Of these, with their blocks kept in the second tier, to be fetched again; the others compute anew."""
+    preemptions_urgent: int = 0
+    """Of these, for a more urgent newcomer; the others because running sequences needed the blocks."""
+    offloaded_tokens: int = 0
+    """Tokens whose KV preempted sequences left in the second tier."""
     requeued: int = 0
     """Sequences sent back because their instance was lost."""
     frames_resent: int = 0

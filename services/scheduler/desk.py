@@ -68,6 +68,8 @@ class Desk:
         """By order: every sequence that has not ended."""
         self._deadlines: list[tuple[float, int, bool]] = []
         """(when, order, whether it only ends waiting); entries of ended sequences are skipped."""
+        self._arrivals: list[Sequence] = []
+        """Began to wait lately."""
         self._order = 0
         self._ended = 0
         self._rate = 0.0
@@ -88,6 +90,7 @@ class Desk:
         self.clients = {}
         self._open = {}
         self._deadlines = []
+        self._arrivals = []
 
     # Submits
 
@@ -173,6 +176,7 @@ class Desk:
             heapq.heappush(self._deadlines, (request.deadline, self._order, False))
             heapq.heappush(self._deadlines, (request.queue_deadline, self._order, True))
             self.queue.push(sequence)
+            self._arrivals.append(sequence)
         for sequence in list(request.sequences):
             # What the client had accepted may have been all of it: only the terminal row was lost.
             out = sequence.out
@@ -190,9 +194,13 @@ class Desk:
         return request.sequences[0]
 
     def hint(self, hint: Hint) -> None:
-        """What the shared index says of a request that still waits."""
-        if (sequence := self.waiting(hint.client, hint.request_id)) is not None:
-            sequence.request.hints = hint.blocks
+        """What the shared index says of sequences, if they still wait."""
+        client = self.clients.get(hint.client)
+        for handle in hint.handles if client else ():
+            sequence = client.sequences.get(handle) if client else None
+            if sequence is not None and sequence.phase is Phase.QUEUED:
+                sequence.hints = hint.blocks
+                sequence.hold_until = 0.0
 
     def refuse_impossible(self, infos: list[InstanceInfo], now: float) -> None:
         """An instance became known: what waits and fits nowhere ends, instead of waiting for its deadline."""
@@ -202,13 +210,10 @@ class Desk:
             if reason and not request.canary:
                 self.end(sequence, "error", reason, now)
 
-    def waiting(self, client: str, request_id: str) -> Sequence | None:
-        """The first sequence of this request that waits, if one does."""
-        known = self.clients.get(client)
-        request = known.requests.get(request_id) if known else None
-        if request is None:
-            return None
-        return next((seq for seq in request.sequences if seq.phase is Phase.QUEUED), None)
+    def take_arrivals(self) -> list[Sequence]:
+        """Those that began to wait since the last call and still do."""
+        arrivals, self._arrivals = self._arrivals, []
+        return [sequence for sequence in arrivals if sequence.phase is Phase.QUEUED]
 
     # Cancels and acknowledgements
 
@@ -293,8 +298,10 @@ class Desk:
         sequence.preemptions += 1
         sequence.attempt += 1
         sequence.hashes = None
+        sequence.hints = {}
         request.client.top_attempt = max(request.client.top_attempt, sequence.attempt)
         self.queue.push(sequence)
+        self._arrivals.append(sequence)
 
     # Time
 

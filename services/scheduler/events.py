@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.ids import BlockHash
 from shared.wire import Beacon, Claim, Claimed, Inventory, Step, Tokens
 
 # In
@@ -47,10 +48,11 @@ class Connected:
 
 @dataclass(frozen=True)
 class Hint:
-    """Which instances are said to hold the beginning of a waiting request's prompt, in blocks."""
+    """The answer to `LookUp`: which rows of the shared index are said to hold how many of its blocks, from
+    the first on. Empty: none, or it could not be asked."""
 
     client: str
-    request_id: str
+    handles: tuple[int, ...]
     blocks: dict[str, int]
 
 
@@ -101,6 +103,16 @@ class AskInventory:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUp:
+    """Ask the shared index how far these waiting sequences' blocks are held; feed its `Hint`, and an empty
+    one when there is no answer soon: they are held back for it."""
+
+    client: str
+    handles: tuple[int, ...]
+    hashes: list[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
 class WriteLease:
     """Take or renew the lease in Redis, and keep renewing it."""
 
@@ -140,6 +152,7 @@ Effect = (
     | SendBeacon
     | AskClaim
     | AskInventory
+    | LookUp
     | WriteLease
     | DropLease
     | Lead

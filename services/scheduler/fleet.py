@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from services.scheduler.counters import Counters
 from services.scheduler.desk import Desk
 from services.scheduler.events import AskClaim, AskInventory, Effect, Note, SendStep
-from services.scheduler.instances import Instance, State, Verdict
+from services.scheduler.instances import FetchUnderWay, Instance, State, Verdict
 from services.scheduler.sequences import Phase, Sequence
 from services.scheduler.validate import known_by_name, unsound_info, unsound_result
 from shared.wire import (
@@ -172,6 +172,7 @@ class Fleet:
             reason = sequence.request.client.ends[-1].reason
             if reason in ("stop", "length"):
                 instance.ready_once = True
+                instance.ready_at = now
                 draining = instance.info.state == "draining"
                 effects.append(self._turn_to(instance, State.DRAINING if draining else State.READY))
             else:
@@ -304,6 +305,9 @@ class Fleet:
         effects = []
         if info.state == "failed":
             return self.lose(instance, "it reports a failure", now)
+        for row in beat.fetched:
+            if (fetch := instance.end_fetch(row.op, row.count)) is not None:
+                self._fetched(fetch, min(row.count, len(fetch.blocks)), now)
         if info.state == "draining" and instance.state is State.READY:
             effects.append(self._turn_to(instance, State.DRAINING))
         elif info.state == "ready" and instance.state is State.DRAINING:
@@ -316,6 +320,12 @@ class Fleet:
         else:
             instance.stuck_at = 0
         return effects
+
+    def _fetched(self, fetch: FetchUnderWay, count: int, now: float) -> None:
+        self._counters.fetches += 1
+        self._counters.fetches_short += count < len(fetch.blocks)
+        if fetch.waits:
+            fetch.sequence.stop_fetching(now)
 
     def resync(self, resync: Resync, now: float) -> list[Effect]:
         """A gap: everything after the last frame it had, again."""
@@ -349,6 +359,10 @@ class Fleet:
         effects: list[Effect] = []
         if instance.planned:
             self._counters.instances_lost += 1
+            for fetch in instance.fetchers:
+                # It did not fail: another instance may try.
+                fetch.sequence.stop_fetching(now)
+                fetch.sequence.fetch_tried = 0
             for sequence in list(instance.running):
                 instance.leave(sequence)
                 if sequence in self._canaries:
@@ -385,6 +399,8 @@ class Fleet:
             elif self._hangs(instance, now):
                 effects += self.lose(instance, "it brought no result", now)
                 instance.claim_after = now + self.rules.pause_s
+            elif any(now > fetch.end_by for fetch in instance.fetches.values()):
+                effects += self.lose(instance, "it never told how a fetch ended", now)
             elif instance.state is State.CLAIMING and now - instance.claim_sent_at > self.rules.claim_retry_s:
                 instance.claim_sent_at = now
                 instance.pending_inventory = []
@@ -403,6 +419,8 @@ class Fleet:
         for instance in self.instances.values():
             instance.heard_at = max(instance.heard_at, now)
             instance.progress_at = now
+            for fetch in instance.fetches.values():
+                fetch.end_by = max(fetch.end_by, now + (fetch.end_by - fetch.begun))
 
     def check(self) -> None:
         """Raises AssertionError where an instance's books contradict each other."""

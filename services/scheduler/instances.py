@@ -9,7 +9,8 @@ from enum import Enum
 
 from services.scheduler.blocks import BlockPool
 from services.scheduler.budget import CostFit
-from services.scheduler.sequences import Sequence
+from services.scheduler.sequences import Phase, Sequence
+from shared.ids import BlockHash
 from shared.wire import Claimed, Done, InstanceInfo, Step, Stored
 
 
@@ -64,6 +65,37 @@ class Resting:
     slot: int = -1
 
 
+@dataclass(slots=True, eq=False)
+class FetchUnderWay:
+    """Blocks that come from the second tier. They are held until the instance has said how it ended, whatever
+    becomes of the sequence meanwhile: until then it may write into them."""
+
+    op: int
+    sequence: Sequence
+    """Who waits for it, while `waits`."""
+    kept: list[int]
+    """The cached blocks before them, held so that they are still there afterwards."""
+    blocks: list[int]
+    hashes: list[BlockHash]
+    """Of `blocks`; the first continues the chain of `kept`."""
+    reserve: int
+    """Blocks its sequence will need besides these."""
+    left_tokens: int
+    """Of the sequence, to be computed afterwards."""
+    begun: float
+    due: float
+    """When it is expected to end."""
+    give_up: float
+    """Its sequence waits no longer than this."""
+    end_by: float
+    """When its end must have been told, or the session is at fault."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether its sequence still wants it."""
+        return self.sequence.fetch is self
+
+
 @dataclass(eq=False)
 class Instance:
     """Everything known of one instance. A session begins with `begin_session`."""
@@ -110,6 +142,11 @@ class Instance:
     """Prompt tokens admitted and not yet planned."""
     ahead_s: float = 0.0
     """Expected time of the frames in flight."""
+    fetches: dict[int, FetchUnderWay] = field(default_factory=dict)
+    """By op: those whose end has not been told."""
+    next_op: int = 1
+    ready_at: float = 0.0
+    """When its canary passed."""
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(0)
@@ -136,6 +173,8 @@ class Instance:
         self.stalled = []
         self.calendar = {}
         self.ahead_s = 0.0
+        self.fetches = {}
+        self.next_op = 1
         self.stuck_at = 0
         self.resent_at = -1.0
         self.ready_once = False
@@ -175,6 +214,7 @@ class Instance:
         """Take a sequence off: its slot is released by the next frame, its blocks rest until nothing in
         flight names them."""
         lane = self.running.pop(sequence)
+        sequence.reached = max(sequence.reached, self.computed(sequence, lane))
         if lane is Lane.DECODE:
             self.decoding -= 1
         elif lane is Lane.SPENT:
@@ -193,6 +233,16 @@ class Instance:
         sequence.blocks = []
         sequence.reserved = 0
 
+    def unconfirmed(self) -> list[Sequence]:
+        """Sequences whose known ids are being computed: their full blocks can soon be shared."""
+        firsts = [sequence for frame in self.in_flight for sequence in frame.firsts]
+        return [s for s in firsts if s.instance is self and s.phase is Phase.PREFILL] + self.prefilling
+
+    def computed(self, sequence: Sequence, lane: Lane) -> int:
+        """Tokens of a sequence of this lane whose KV is there once the frames issued are computed."""
+        decoded = self.next_seq - sequence.since if lane is Lane.DECODE else 0
+        return sequence.planned + max(0, decoded)
+
     def start_decoding(self, sequence: Sequence, frame: int, computed: int) -> None:
         """From `frame` on it computes one token a frame, without being named."""
         self.running[sequence] = Lane.DECODE
@@ -202,6 +252,29 @@ class Instance:
         room = len(sequence.blocks) * self.info.block_tokens
         sequence.due = frame + min(room, sequence.end) - computed
         self.calendar.setdefault(sequence.due, []).append(sequence)
+
+    # Fetches
+
+    @property
+    def fetchers(self) -> list[FetchUnderWay]:
+        """Fetches somebody waits for: each will take a slot, and the rest of its blocks."""
+        return [fetch for fetch in self.fetches.values() if fetch.waits] if self.fetches else []
+
+    @property
+    def set_aside(self) -> int:
+        """Blocks kept for the expected output of the running, and for the rest of those that fetch."""
+        return self.reserved + sum(fetch.reserve for fetch in self.fetchers)
+
+    def end_fetch(self, op: int, count: int) -> FetchUnderWay | None:
+        """The first `count` blocks can be found from now on; all are free to be handed out again. None: its
+        end was told before, or it is none of ours."""
+        fetch = self.fetches.pop(op, None)
+        if fetch is None:
+            return None
+        for block, block_hash in zip(fetch.blocks[: max(0, count)], fetch.hashes):
+            self.pool.confirm(block, block_hash)
+        self.pool.release(fetch.kept + fetch.blocks)
+        return fetch
 
     def check(self) -> None:
         """Raises AssertionError where the books contradict each other."""
@@ -221,6 +294,13 @@ class Instance:
         for row in self.resting:
             for block in row.blocks:
                 held[block] += 1
+        for op, fetch in self.fetches.items():
+            assert fetch.op == op < self.next_op, "a fetch has another's number"
+            assert len(fetch.blocks) == len(fetch.hashes) > 0, "a fetch has blocks without a hash"
+            for block in fetch.kept + fetch.blocks:
+                held[block] += 1
+            if fetch.waits:
+                assert fetch.sequence.phase is Phase.QUEUED, "who waits for a fetch is not queued"
         assert held == self.pool.references(), "blocks are held by nobody, or not by whom they should"
         slots = [s.slot for s in self.running] + [row.slot for row in self.resting if row.slot >= 0]
         slots += self.free_slots

@@ -12,11 +12,13 @@ from services.scheduler.admission import Reservation
 from services.scheduler.budget import BudgetRules
 from services.scheduler.counters import Counters
 from services.scheduler.draft import Draft
+from services.scheduler.fetching import Fetching, FetchRules, soon_cached
 from services.scheduler.instances import Frame, Instance, Lane, State
-from services.scheduler.placement import Candidate, choose
+from services.scheduler.outlook import Outlook
+from services.scheduler.placement import FirstTokenSoonest, Placement
 from services.scheduler.policy import BatchPolicy
 from services.scheduler.queues import WaitQueue
-from services.scheduler.room import Room
+from services.scheduler.room import Room, urgency
 from services.scheduler.seat import Seat, find_seat
 from services.scheduler.sequences import Phase, Sequence
 from services.scheduler.validate import misfit
@@ -54,6 +56,8 @@ class Planner:
         self.owner = ""
         """The leadership that frames are issued under."""
         self.room = Room(reservation, counters, requeue)
+        self.placement: Placement = FirstTokenSoonest()
+        self.fetching = Fetching(FetchRules())
 
     def plan(self, instance: Instance, queue: WaitQueue, fleet: Many[Instance], now: float) -> Frame | None:
         """Issue the next frame, or None if there is nothing to do. `fleet` are the instances among which a
@@ -63,12 +67,22 @@ class Planner:
         if due or instance.stalled:
             self.room.grow(instance, draft, due or (), now)
         budget = -1
+        if len(queue):
+            # Those whom others make way for; their prompts then go before the prompts of others.
+            budget = self._admit(instance, draft, queue, fleet, budget, now, urgent=True)
         if instance.prefilling:
-            budget = self._budget(instance)
+            budget = self._budget(instance) if budget < 0 else budget
             budget -= self._chunks(instance, draft, budget)
         if len(queue) and not draft.preempted and not instance.stalled:
             self._admit(instance, draft, queue, fleet, budget, now)
-        if not (draft.prompt_tokens or instance.decoding or draft.extend or draft.admit or instance.leaving):
+        if not (
+            draft.prompt_tokens
+            or instance.decoding
+            or draft.extend
+            or draft.admit
+            or draft.fetch
+            or instance.leaving
+        ):
             return None
         self.counters.computed_tokens += instance.decoding
         return self._issue(instance, draft, now)
@@ -82,9 +96,12 @@ class Planner:
     # Running sequences: prompts
 
     def _chunks(self, instance: Instance, draft: Draft, budget: int) -> int:
-        """Cut prompts into what the budget leaves, in order of admission. Returns tokens planned."""
+        """Cut prompts into what the budget leaves, the most urgent first. Returns tokens planned."""
         used = 0
-        for sequence in list(instance.prefilling):
+        admitted = {row.slot for row in draft.admit}
+        for sequence in sorted(instance.prefilling, key=urgency):
+            if sequence.slot in admitted:
+                continue
             count = min(sequence.known - sequence.planned, budget - used)
             if count > 0:
                 self._chunk(instance, draft, sequence, count)
@@ -98,13 +115,14 @@ class Planner:
         draft.work.append(Work(sequence.slot, count))
         draft.prompt_tokens += count
         self.counters.computed_tokens += count
-        if sequence.preemptions:
-            self.counters.recomputed_tokens += count
+        self.counters.recomputed_tokens += sequence.repeats(sequence.planned, count)
         sequence.planned += count
         instance.backlog -= count
         if sequence.planned == sequence.known:
             instance.prefilling.remove(sequence)
             draft.firsts.append(sequence)
+            # Drawn before, and lost with the results that were under way when it was sent back.
+            self.counters.recomputed_tokens += sequence.repeats(sequence.known, sequence.reached)
             instance.start_decoding(sequence, draft.seq + 1, sequence.known)
 
     # Waiting sequences
@@ -117,73 +135,70 @@ class Planner:
         fleet: Many[Instance],
         budget: int,
         now: float,
-    ) -> None:
-        limit = len(instance.table)
-        if self.max_running:
-            limit = min(limit, self.max_running)
-        room = min(self.policy.may_join(len(instance.running), limit), len(instance.free_slots))
-        if room <= 0 or instance.state is State.DRAINING:
-            return
-        if budget < 0:
-            budget = self._budget(instance)
+        urgent: bool = False,
+    ) -> int:
+        """Seat waiting sequences. `urgent`: only those that somebody who runs has to make way for, if need
+        be. Returns what is left of the budget (-1: not looked at)."""
+        outlook = Outlook(
+            fleet, self.policy, self.reservation, self.fetching, self.rules, self.max_running, now
+        )
+        room = outlook.openings(instance)
+        if instance.state is State.DRAINING or (urgent and self.policy.joins_together):
+            return budget
         passed_over = 0
         for sequence in queue:
-            if room <= 0 or (budget <= 0 and not self.policy.joins_together):
-                return
-            if not self._welcome(instance, sequence):
+            if not urgent and (room <= 0 or (budget == 0 and not self.policy.joins_together)):
+                return budget
+            if not self._welcome(instance, sequence, fleet) or self.fetching.waits(sequence, now):
                 continue
+            if urgent and not self.room.outranks(instance, sequence, now):
+                return budget
+            if budget < 0:
+                budget = self._budget(instance)
             if draft.ids and draft.ids + len(sequence.request.prompt) + len(sequence.out) > MAX_FRAME_IDS:
-                return
+                return budget
             seat = find_seat(instance, sequence, self.reservation)
             if len(fleet) > 1 and not sequence.request.pin:
-                place = self._place(instance, seat, sequence, fleet)
-                if place is not None and place != instance.id:
+                candidates = outlook.candidates(sequence, instance, seat)
+                chosen = self.placement.choose(candidates, sequence.order, instance.id, self.rng)
+                if chosen.instance != instance.id:
+                    outlook.promise(chosen)
                     passed_over += 1
                     if passed_over == MAX_PASSED_OVER:
-                        return
+                        return budget
                     continue
-            if not seat.fits:
+            if self._comes_by_itself(instance, draft, sequence, seat, now):
+                continue
+            if (room <= 0 or not seat.fits) and not (
+                urgent and self.room.make_way(instance, draft, sequence, seat, room, now)
+            ):
                 # Nobody overtakes the first in the queue, or a long request would wait for ever.
-                return
+                return budget
+            if self.fetching.begin(instance, draft, sequence, seat, now):
+                room -= 1
+                continue
             queue.remove(sequence)
-            budget -= self._seat(instance, draft, sequence, seat, max(budget, 0), now)
+            budget = max(0, budget - self._seat(instance, draft, sequence, seat, budget, now))
             room -= 1
+        return budget
 
-    def _welcome(self, instance: Instance, sequence: Sequence) -> bool:
+    def _comes_by_itself(
+        self, instance: Instance, draft: Draft, sequence: Sequence, seat: Seat, now: float
+    ) -> bool:
+        """Whether more of its beginning is being computed or fetched for somebody else there, enough that
+        waiting for the result pays. Others may pass meanwhile."""
+        soon, _ = soon_cached(instance, sequence, now, draft.firsts)
+        missing_s = (soon - len(seat.shared)) * instance.info.block_tokens * instance.fit.cost.per_token_s
+        return missing_s > instance.fit.cost.fixed_s
+
+    def _welcome(self, instance: Instance, sequence: Sequence, fleet: Many[Instance]) -> bool:
         request = sequence.request
         if request.warming is not None or request.pin not in ("", instance.id):
             return False
         if request.canary:
             return True
-        return instance.state is State.READY and not misfit(
-            len(request.prompt), request.sampling.max_tokens, instance.info
-        )
-
-    def _place(self, instance: Instance, seat: Seat, sequence: Sequence, fleet: Many[Instance]) -> str | None:
-        """The instance it should go to among those that have room now; None: there is none."""
-        candidates = []
-        for other in fleet:
-            there = seat if other is instance else find_seat(other, sequence, self.reservation)
-            limit = min(self.max_running or len(other.table), len(other.table))
-            open_ = self.policy.may_join(len(other.running), limit) > 0 and other.free_slots
-            if not there.fits or not open_ or other.stalled:
-                continue
-            hinted = sequence.request.hints.get(other.id, 0) * other.info.block_tokens
-            candidates.append(
-                Candidate(
-                    instance=other.id,
-                    cached_tokens=max(there.cached, hinted),
-                    backlog_tokens=other.backlog,
-                    ahead_s=other.ahead_s,
-                    running=len(other.running),
-                    per_token_s=other.fit.cost.per_token_s,
-                    step_s=other.fit.step_s,
-                )
-            )
-        if not candidates:
-            return None
-        tokens = len(sequence.request.prompt) + len(sequence.out)
-        return choose(candidates, tokens, instance.id, self.rng)
+        chosen = instance.state is State.READY if request.pin else instance in fleet
+        return chosen and not misfit(len(request.prompt), request.sampling.max_tokens, instance.info)
 
     def _seat(
         self, instance: Instance, draft: Draft, sequence: Sequence, seat: Seat, budget: int, now: float
@@ -231,6 +246,7 @@ class Planner:
             )
         )  # fmt: skip
         if seat.cached == len(ids) - 1:
+            self.counters.recomputed_tokens += sequence.repeats(seat.cached, sequence.reached)
             draft.firsts.append(sequence)
             instance.start_decoding(sequence, draft.seq, seat.cached)
             return 1

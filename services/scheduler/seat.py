@@ -48,8 +48,8 @@ def find_seat(instance: Instance, sequence: Sequence, reservation: Reservation) 
     seat.need = now_blocks - len(shared)
     seat.reserve = max(0, later - now_blocks)
     free = instance.pool.free - instance.pool.idle(shared if copy_from < 0 else [*shared, copy_from])
-    if instance.running:
-        seat.fits = seat.need + seat.reserve + instance.reserved <= free
+    if instance.running or instance.fetches:
+        seat.fits = seat.need + seat.reserve + instance.set_aside <= free
     else:
         # Alone it may use everything; what rests comes back in a moment.
         seat.fits = seat.need <= free and (seat.need + seat.reserve <= free or not instance.returning)

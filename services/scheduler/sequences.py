@@ -16,7 +16,7 @@ from shared.wire import EndRow, FinishReason, Sampling, SeqTimes, TokenRow
 
 if TYPE_CHECKING:
     from services.scheduler.clients import Client
-    from services.scheduler.instances import Instance
+    from services.scheduler.instances import FetchUnderWay, Instance
 
 
 class Phase(Enum):
@@ -58,8 +58,6 @@ class Request:
     hashes: list[BlockHash] | None = None
     """Of the full blocks of the prompt, for instances of `hash_kind`."""
     hash_kind: tuple[str, int] | None = None
-    hints: dict[str, int] = field(default_factory=dict)
-    """instance → prompt blocks it is said to hold, from the shared index. Only placement reads it."""
 
     @property
     def open(self) -> bool:
@@ -102,6 +100,18 @@ class Sequence:
     """Prompt tokens found cached on the first attempt; -1: not yet admitted."""
     hashes: list[BlockHash] | None = None
     """Of the full blocks of prompt + out, for a sequence that resumes."""
+    hints: dict[str, int] = field(default_factory=dict)
+    """row of the shared index → leading blocks of prompt + out it is said to hold."""
+    hold_until: float = 0.0
+    """Not admitted before: its hints are on their way."""
+    fetch: FetchUnderWay | None = None
+    """What it waits for while QUEUED: the beginning of it comes from the second tier."""
+    fetch_tried: int = 0
+    """The attempt that has had its fetch; there is one for each."""
+    reached: int = 0
+    """Most tokens that any of its attempts so far has computed."""
+    offloaded: tuple[str, int] | None = None
+    """Since its preemption: the tier (row of the prefix index) and the leading full blocks believed there."""
     preemptions: int = 0
     losses: int = 0
     """Times its instance was lost under it."""
@@ -116,6 +126,15 @@ class Sequence:
         """Computed tokens at which the last allowed token has been drawn."""
         return len(self.request.prompt) + self.request.sampling.max_tokens - 1
 
+    @property
+    def waited_s(self) -> float:
+        """Spent in the queue before this attempt, preempted time included."""
+        return self.times.get("queue_s", 0.0) + self.times.get("preempted_s", 0.0)
+
+    def repeats(self, start: int, count: int) -> int:
+        """Of the tokens [start, start + count), those that an earlier attempt had computed."""
+        return max(0, min(start + count, self.reached) - start)
+
     def ids(self) -> list[int]:
         """Prompt and confirmed output."""
         return self.request.prompt + self.out
@@ -125,6 +144,7 @@ class Sequence:
         if phase not in ALLOWED[self.phase]:
             raise RuntimeError(f"sequence {self.handle} cannot go from {self.phase.value} to {phase.value}")
         self.go_on(now)
+        self.stop_fetching(now)
         again = self.preemptions > 0
         if self.phase is Phase.QUEUED:
             kind = "preempted_s" if again else "queue_s"
@@ -143,6 +163,14 @@ class Sequence:
             self.times["stalled_s"] = self.times.get("stalled_s", 0.0) + stalled_s
             self.changed += stalled_s
             self.stalled_at = 0.0
+
+    def stop_fetching(self, now: float) -> None:
+        """It waits for its fetch no longer, however that ends; the time is booked as a transfer."""
+        if self.fetch is not None:
+            fetch_s = max(0.0, now - self.fetch.begun)
+            self.times["transfer_s"] = self.times.get("transfer_s", 0.0) + fetch_s
+            self.changed += fetch_s
+            self.fetch = None
 
     def end_row(self, reason: FinishReason, message: str = "") -> EndRow:
         """Its terminal row, with what it had and where its time went."""

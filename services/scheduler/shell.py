@@ -23,6 +23,7 @@ from services.scheduler.events import (
     Hint,
     Lead,
     LeaseSeen,
+    LookUp,
     Note,
     SendBeacon,
     SendStep,
@@ -34,7 +35,6 @@ from services.scheduler.events import (
 )
 from shared import subjects
 from shared.bus.port import Bus, BusDown, NoAnswer, PayloadTooLarge, Subscription
-from shared.ids import BlockHash
 from shared.store.port import Store, StoreDown
 from shared.subjects import Address
 from shared.wire import Ack, Cancel, Claim, Claimed, Inventory, Submit, Wire
@@ -43,8 +43,6 @@ TICK_S = 0.05
 LEASE_POLL_S = 0.5
 ANSWER_S = 0.5
 """How long a claim may take to be answered before it is sent again."""
-LOOKUP_S = 0.005
-"""What the shared prefix index may take to answer; placement goes on without it."""
 
 
 class Shell:
@@ -61,7 +59,6 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[Any] = self._loop.create_future()
         """Gets the exception that ends this process."""
-        self._lookups: list[tuple[str, str]] = []
         self._turning = False
         self._subscribing: asyncio.Future[None] | None = None
         self._leading: list[Subscription] = []
@@ -129,11 +126,6 @@ class Shell:
         if not self._broken.done():
             self._broken.set_exception(error)
 
-    def _submitted(self, submit: Submit) -> None:
-        self._feed(submit)
-        if self._store is not None and len(self.core.fleet.choices) > 1:
-            self._lookups.append((submit.client, submit.request_id))
-
     def _sort(self, effects: list[Effect]) -> None:
         for effect in effects:
             (self._later if type(effect) is SendTokens else self._urgent).append(effect)
@@ -162,16 +154,15 @@ class Shell:
         self._turning = False
         self._handle(Turn())
         self._flush()
-        while self._lookups:
-            # Whatever could be placed at once has been.
-            client, request_id = self._lookups.pop()
-            if self._store is not None and (hashes := self.core.hashes_to_look_up(client, request_id)):
-                self._spawn(self._look_up(self._store, client, request_id, hashes))
 
-    async def _look_up(self, store: Store, client: str, request_id: str, hashes: list[BlockHash]) -> None:
-        with contextlib.suppress(StoreDown, TimeoutError):
-            async with asyncio.timeout(LOOKUP_S):
-                self._feed(Hint(client, request_id, await store.longest_prefix(self._model, hashes)))
+    async def _look_up(self, effect: LookUp) -> None:
+        """Always ends in a hint, or the sequences would be held back until something else happens."""
+        found: dict[str, int] = {}
+        if self._store is not None:
+            with contextlib.suppress(StoreDown, TimeoutError):
+                async with asyncio.timeout(self.core.rules.fetch.lookup_s):
+                    found = await self._store.longest_prefix(self._model, effect.hashes)
+        self._feed(Hint(effect.client, effect.handles, found))
 
     def _flush(self) -> None:
         urgent, later = self._urgent, self._later
@@ -194,6 +185,8 @@ class Shell:
             self._spawn(self._ask(effect.instance, "claim", effect.claim))
         elif isinstance(effect, AskInventory):
             self._spawn(self._ask(effect.instance, "inventory", effect.inventory))
+        elif isinstance(effect, LookUp):
+            self._spawn(self._look_up(effect))
         elif isinstance(effect, WriteLease):
             self._lease = (effect.epoch, effect.owner)
             self._lease_now.set()
@@ -257,7 +250,7 @@ class Shell:
             for address, handler in (
                 (subjects.DONE.every(), self._feed),
                 (subjects.ACK.every(), self._feed),
-                (subjects.SUBMIT.at(model=model), self._submitted),
+                (subjects.SUBMIT.at(model=model), self._feed),
                 (subjects.CANCEL.at(model=model), self._feed),
             ):
                 self._leading.append(await self._bus.subscribe(address, handler))

@@ -1,7 +1,5 @@
 """Instances and leadership: who is trusted with requests, and when."""
 
-import random
-
 import msgspec
 import pytest
 from sched_rig import FakeInstance, Rig
@@ -23,7 +21,6 @@ from services.scheduler.events import (
 from services.scheduler.fleet import FleetRules
 from services.scheduler.instances import State
 from services.scheduler.leadership import Leadership, LeadershipTimes, outranks
-from services.scheduler.placement import Candidate, choose
 from shared.ids import MAX_EPOCH
 from shared.wire import Ack, BadFrame, Beacon, Beat, Claimed, Done, Goodbye, Refused, Resync, Stopped
 
@@ -387,56 +384,3 @@ def test_being_cut_off_is_not_mistaken_for_the_silence_of_others():
     assert states(rig) == {"w0": State.READY}
     rig.run()
     assert rig.tokens("a") == list(range(100, 140))
-
-
-# Placement
-
-
-def candidate(name: str, **fields: float) -> Candidate:
-    base = {
-        "cached_tokens": 0,
-        "backlog_tokens": 0,
-        "ahead_s": 0.0,
-        "running": 0,
-        "per_token_s": 0.001,
-        "step_s": 0.02,
-    }
-    return Candidate(instance=name, **(base | fields))  # type: ignore[arg-type]
-
-
-def test_a_sequence_goes_where_its_beginning_is():
-    there = candidate("b", cached_tokens=400, running=4)
-    assert choose([candidate("a"), there], 500, "a", random.Random(1)) == "b"
-
-
-def test_a_cached_beginning_does_not_outweigh_a_long_backlog():
-    crowded = candidate("b", cached_tokens=400, backlog_tokens=2000)
-    assert choose([candidate("a"), crowded], 500, "b", random.Random(1)) == "a"
-    busy = candidate("b", cached_tokens=400, ahead_s=1.0)
-    assert choose([candidate("a"), busy], 500, "b", random.Random(1)) == "a"
-
-
-def test_equal_instances_share_the_load():
-    rng = random.Random(1)
-    chosen = [choose([candidate("a"), candidate("b")], 50, "c", rng) for _ in range(100)]
-    assert 30 < chosen.count("a") < 70
-
-
-def test_requests_spread_over_instances_and_follow_their_prefix():
-    rig = Rig(FakeInstance("w0"), FakeInstance("w1")).ready()
-    for number in range(6):
-        rig.submit(f"r{number}", 6, 12, turn=False)
-    rig.turn()
-    counts = [sum(len(f.admit) for f in i.seen) for i in rig.instances.values()]
-    rig.run()
-    assert min(counts) >= 2
-    prompt = list(range(800, 840))
-    rig.submit("first", prompt, 4)
-    rig.run()
-    home = next(n for n, i in rig.instances.items() for f in i.seen for a in f.admit if a.ids == prompt)
-    for number in range(4):
-        rig.submit(f"p{number}", [*prompt, number], 4)
-        rig.run()
-        end = rig.end(f"p{number}")
-        assert end is not None
-        assert end.cached_tokens == 40, home

@@ -1,0 +1,145 @@
+"""What placement can know of the instances: candidates for a waiting sequence, made from their books."""
+
+from bisect import insort
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from services.scheduler.admission import Reservation
+from services.scheduler.budget import BudgetRules
+from services.scheduler.fetching import Fetching, soon_cached
+from services.scheduler.instances import Instance
+from services.scheduler.placement import Candidate
+from services.scheduler.policy import BatchPolicy
+from services.scheduler.seat import Seat, find_seat
+from services.scheduler.sequences import Sequence
+from services.scheduler.validate import misfit
+
+SLOW_START_S = 10.0
+"""An instance that joins others may be filled only as fast as this: its costs are claims until measured."""
+SLOW_START_LEAST = 2
+
+ROOM_DOUBT = 1.5
+"""When others will end is a guess; room there is now counts for more."""
+
+
+@dataclass
+class Promised:
+    """What earlier ones in the queue will bring to an instance."""
+
+    sequences: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Outlook:
+    """Of one walk through the queue. It remembers who was left to whom, so that the next in the queue sees
+    them there: a burst does not all go after the same gap."""
+
+    fleet: Many[Instance]
+    policy: BatchPolicy
+    reservation: Reservation
+    fetching: Fetching
+    budget: BudgetRules
+    max_running: int
+    now: float
+    _promised: dict[str, Promised] = field(default_factory=dict)
+    _ends: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def candidates(self, sequence: Sequence, planning: Instance, seat: Seat) -> list[Candidate]:
+        """The sequence on each instance that could ever run it; `seat` is the one on `planning`."""
+        request = sequence.request
+        return [
+            self.candidate(other, sequence, seat if other is planning else None)
+            for other in self.fleet
+            if other is planning or not misfit(len(request.prompt), request.sampling.max_tokens, other.info)
+        ]
+
+    def candidate(self, instance: Instance, sequence: Sequence, seat: Seat | None = None) -> Candidate:
+        """The sequence on that instance; `seat` if it has been looked for."""
+        if seat is None:
+            seat = find_seat(instance, sequence, self.reservation)
+        info, fit, size = instance.info, instance.fit, instance.info.block_tokens
+        tokens = len(sequence.request.prompt) + len(sequence.out)
+        soon, soon_s = soon_cached(instance, sequence, self.now)
+        cached = max(seat.cached, min(soon * size, tokens - 1))
+        fetch = 0
+        if sequence.fetch is None and soon * size <= seat.cached:
+            fetch = self.fetching.blocks_to_fetch(instance, sequence, seat.cached // size, self.now)
+        promised = self._promised.get(instance.id, Promised())
+        fetchers = instance.fetchers
+        waiting = len(fetchers) + promised.sequences
+        return Candidate(
+            instance=instance.id,
+            lacking_tokens=tokens - cached,
+            fetch_tokens=fetch * size,
+            fetch_s=self.fetching.fetch_s(instance, fetch, self.now) if fetch else 0.0,
+            soon_s=soon_s,
+            ahead_s=instance.ahead_s + self._late_s(instance),
+            room_s=self._room_s(instance, seat, waiting),
+            queue_tokens=instance.backlog + promised.tokens + sum(f.left_tokens for f in fetchers),
+            running=len(instance.running) + waiting,
+            decoding=instance.decoding,
+            evicted_tokens=max(0, seat.need - instance.pool.plain) * size,
+            cost=fit.cost,
+            step_tokens=self.budget.prefill_tokens(
+                fit.cost, instance.decoding, info.max_step_tokens, fit.overrun
+            ),
+        )
+
+    def promise(self, candidate: Candidate) -> None:
+        """The sequence is left to that instance."""
+        promised = self._promised.setdefault(candidate.instance, Promised())
+        promised.sequences += 1
+        promised.tokens += candidate.lacking_tokens - candidate.fetch_tokens
+
+    def openings(self, instance: Instance) -> int:
+        """How many may join it now."""
+        limit = self.slots(instance)
+        taken = len(instance.fetchers)
+        return min(
+            self.policy.may_join(len(instance.running) + taken, limit), len(instance.free_slots) - taken
+        )
+
+    def slots(self, instance: Instance) -> int:
+        """Sequences it may run at once, fewer while it is new among others."""
+        limit = min(self.max_running or len(instance.table), len(instance.table))
+        age_s = self.now - instance.ready_at
+        if age_s < SLOW_START_S and any(i.ready_at <= instance.ready_at - SLOW_START_S for i in self.fleet):
+            return min(limit, max(SLOW_START_LEAST, int(limit * age_s / SLOW_START_S)))
+        return limit
+
+    def _late_s(self, instance: Instance) -> float:
+        """By how much the frame it computes is overdue."""
+        if not instance.in_flight:
+            return 0.0
+        return max(0.0, self.now - instance.progress_at - instance.in_flight[0].cost_s)
+
+    def _room_s(self, instance: Instance, seat: Seat, waiting: int) -> float:
+        """Seconds until enough of the running have ended, by what they are expected to write."""
+        slots = 1 + waiting - min(len(instance.free_slots), self.slots(instance) - len(instance.running))
+        blocks = (
+            0 if seat.fits else max(1, seat.need + seat.reserve + instance.set_aside - instance.pool.free)
+        )
+        if slots <= 0 and not blocks:
+            return 0.0
+        frames = 0
+        for left, held in self._ends_of(instance):
+            if slots <= 0 and blocks <= 0:
+                break
+            frames = left
+            slots -= 1
+            blocks -= held
+        return ROOM_DOUBT * frames * instance.fit.step_s
+
+    def _ends_of(self, instance: Instance) -> list[tuple[int, int]]:
+        """(frames until its expected end, blocks that come back) of the running, soonest first."""
+        known = self._ends.get(instance.id)
+        if known is None:
+            known = self._ends[instance.id] = []
+            for sequence in instance.running:
+                written = len(sequence.out)
+                most = sequence.request.sampling.max_tokens
+                # Whoever has written more than was expected may go on for long.
+                left = max(1, self.reservation.output_tokens(most, written) - written, written // 4)
+                insort(known, (left, len(sequence.blocks) + sequence.reserved))
+        return known
