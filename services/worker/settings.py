@@ -4,9 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from shared.runtime.settings import ServiceSettings, SettingsError
-
-_UNITS = {"": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
+from shared.runtime.settings import ServiceSettings, SettingsError, parse_size
 
 
 def default_kv(dtype: str, device: str) -> str:
@@ -100,8 +98,4 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 def parse_bytes(text: str) -> int:
     """Bytes of e.g. `512MiB` or `536870912`. Raises `SettingsError`."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
-    shift = _UNITS.get(match[2].lower()) if match else None
-    if match is None or shift is None:
-        raise SettingsError(f"kv_memory={text!r} is not a size: write bytes, or for example 512MiB or 2GiB")
-    return int(float(match[1]) * (1 << shift))
+    return parse_size("kv_memory", text)

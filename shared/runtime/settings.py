@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import secrets
 import types
 import typing
@@ -22,6 +23,7 @@ S = TypeVar("S", bound="ServiceSettings")
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
+_SIZE_UNITS = {"": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 
 
 class CannotStart(Exception):
@@ -131,6 +133,15 @@ def convert(key: str, text: str, type_: Any) -> Any:
     if not 0 <= number < math.inf:
         raise SettingsError(f"{key}={text!r} must be a finite number of at least 0")
     return number
+
+
+def parse_size(key: str, text: str) -> int:
+    """Bytes of e.g. `512MiB` or `536870912`. Raises `SettingsError` that begins with `key`."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
+    shift = _SIZE_UNITS.get(match[2].lower()) if match else None
+    if match is None or shift is None:
+        raise SettingsError(f"{key}={text!r} is not a size: write bytes, or for example 512MiB or 2GiB")
+    return int(float(match[1]) * (1 << shift))
 
 
 def choices(type_: Any) -> list[str]:
