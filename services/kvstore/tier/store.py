@@ -33,8 +33,8 @@ PATIENCE_S = 2.0
 REST_S = 10.0
 """How long a disk that failed is left alone."""
 
-HASH_INLINE_BYTES = 32 << 10
-"""Handing a shorter block to a thread would take longer than hashing it."""
+HASH_INLINE_BYTES = 1 << 20
+"""A thread takes a quarter of a millisecond to be handed a block and to answer; hashing goes at 1.2 GB/s."""
 
 Receive = Callable[[memoryview | None], Awaitable[None]]
 """Fills the room with a block's bytes, from wherever they come, or throws them away where there is none;
