@@ -1,14 +1,18 @@
-"""`python -m services.kvstore`: keeps the prefix index and the instances' health in Redis true."""
+"""`python -m services.kvstore`: keeps the prefix index and the instances' health in Redis true, and blocks of
+its own for whoever can use them."""
 
 import asyncio
 
-from services.kvstore.metrics import KvstoreMetrics
+from services.kvstore.metrics import KvstoreMetrics, TierMetrics
 from services.kvstore.service import KvstoreService
-from services.kvstore.settings import KvstoreSettings
+from services.kvstore.settings import KvstoreSettings, tier_options
+from services.kvstore.tier.service import SecondTier
 from shared.runtime.service import ServiceContext, entry, run
 from shared.runtime.settings import load
 
 HEALTH_EVERY_S = 0.5
+FLUSH_SHARE = 0.6
+"""Of `stop_grace_s`: how long blocks may be written to disk at the end."""
 
 
 async def serve(context: ServiceContext) -> None:
@@ -16,8 +20,22 @@ async def serve(context: ServiceContext) -> None:
     service = KvstoreService(
         context.bus, context.store, settings.instance, sweep_every_s=settings.sweep_every_s
     )
+    options = tier_options(settings)
+    tier = None if options is None else SecondTier(context.bus, options, settings.instance)
     context.metrics.register(KvstoreMetrics(service))
-    context.stats = service.stats
+    if tier is not None:
+        context.metrics.register(TierMetrics(tier))
+    context.stats = lambda: (
+        service.stats() | {"instance": settings.instance, "tier": None if tier is None else tier.stats()}
+    )
+    # The tier's goodbye is still to be written to the index.
+    tier_over = asyncio.Event()
+
+    async def keep_blocks(tier: SecondTier) -> None:
+        try:
+            await tier.run(context.stopping, FLUSH_SHARE * settings.stop_grace_s)
+        finally:
+            tier_over.set()
 
     async def watch() -> None:
         while True:
@@ -25,10 +43,19 @@ async def serve(context: ServiceContext) -> None:
             await asyncio.sleep(HEALTH_EVERY_S)
 
     watching = asyncio.ensure_future(watch())
+    working = [asyncio.ensure_future(service.run(context.stopping if tier is None else tier_over))]
+    if tier is not None:
+        working.append(asyncio.ensure_future(keep_blocks(tier)))
     try:
-        await service.run(context.stopping)
+        await asyncio.wait(working, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         watching.cancel()
+        for task in working:
+            task.cancel()
+        ended = await asyncio.gather(*working, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ Only the process that holds the duty writes: until then, and while the store is 
 from dataclasses import dataclass, field
 
 from shared.store.records import InstanceRecord
+from shared.subjects import TIER
 from shared.wire import InstanceInfo, KvEvents
 
 HEARTBEAT_S = 1.0
@@ -169,7 +170,8 @@ class KvCore:
 
     @property
     def heard_of(self) -> int:
-        return len(self._instances)
+        """Instances that serve, as against rows of second tiers."""
+        return sum(not name.startswith(TIER) for name in self._instances)
 
     def _heard(self, event: KvEvents, now: float) -> list[Effect]:
         self.counts.events += 1
@@ -217,9 +219,10 @@ class KvCore:
     def _record(self, instance: str, known: _Instance, now: float) -> list[Effect]:
         known.record_at = now
         model = known.info.model
-        effects: list[Effect] = [
-            PutRecord(model, instance, InstanceRecord(info=known.info, blocks=known.blocks), TTL_S)
-        ]
+        effects: list[Effect] = []
+        if not instance.startswith(TIER):  # a second tier has blocks, but serves nobody
+            record = InstanceRecord(info=known.info, blocks=known.blocks)
+            effects.append(PutRecord(model, instance, record, TTL_S))
         if known.followed:
             # A store that was flushed between two events would otherwise go unnoticed.
             effects.append(ChangeRow(model, instance, known.born))

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from services.kvstore.service import KvstoreService
+from services.kvstore.tier.service import SecondTier
 
 
 class KvstoreMetrics(Collector):
@@ -42,3 +43,50 @@ class KvstoreMetrics(Collector):
         for model, blocks in self._service.swept_blocks.items():
             distinct.add_metric([model], blocks)
         yield distinct
+
+
+class TierMetrics(Collector):
+    """Of the second tier."""
+
+    def __init__(self, tier: SecondTier) -> None:
+        self._tier = tier
+
+    def collect(self) -> Iterable[Any]:
+        book, server = self._tier.store.book, self._tier.server
+        counts = book.counts
+        counters = {
+            "stored": (counts.stored, "Blocks stored"),
+            "had": (counts.had, "Blocks offered that were there before"),
+            "hits": (counts.hits, "Blocks read"),
+            "misses": (counts.misses, "Blocks asked for that were not there"),
+            "disk_reads": (counts.disk_reads, "Blocks read from disk"),
+            "spilled": (counts.spilled, "Blocks written to disk"),
+            "evicted": (counts.evicted, "Blocks that left for others"),
+            "dropped": (counts.dropped, "Of these, blocks the disk had no time or room for"),
+            "corrupt": (counts.corrupt, "Blocks removed as they were not what was stored"),
+            "refused": (counts.refused, "Blocks refused as nothing may leave for them"),
+            "wrong": (counts.wrong, "Blocks refused as they do not have the digest they came with"),
+            "received_bytes": (counts.bytes_in, "Bytes of blocks received"),
+            "sent_bytes": (counts.bytes_out, "Bytes of blocks sent"),
+            "requests": (server.counts.requests, "Requests of workers' ranks"),
+            "connections_opened": (server.counts.connections, "Connections accepted"),
+            "connections_refused": (server.counts.refused, "Connections that were turned away or misbehaved"),
+        }
+        for name, (value, text) in counters.items():
+            yield CounterMetricFamily(f"hortator_tier_{name}", text, value=value)
+        gauges = {
+            "connections": (server.connected, "Connections open"),
+            "pinned_bytes": (book.pinned_bytes, "Bytes held by leases"),
+            "leases": (book.leases, "Leases"),
+        }
+        for name, (value, text) in gauges.items():
+            yield GaugeMetricFamily(f"hortator_tier_{name}", text, value=value)
+        held = GaugeMetricFamily("hortator_tier_bytes", "Bytes of blocks, by place", labels=["place"])
+        budget = GaugeMetricFamily("hortator_tier_budget_bytes", "Bytes there may be", labels=["place"])
+        blocks = GaugeMetricFamily("hortator_tier_blocks", "Blocks, by place", labels=["place"])
+        used = {"memory": book.arena.used, "disk": book.disk_used}
+        for place, count in book.blocks.items():
+            held.add_metric([place], used[place])
+            budget.add_metric([place], book.arena.budget if place == "memory" else book.disk_bytes)
+            blocks.add_metric([place], count)
+        yield from (held, budget, blocks)
