@@ -1,10 +1,12 @@
 """A whole simulated mesh: schedulers, workers, clients, broker and Redis, with what happened written down."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from sim_nodes import ClientNode, SchedulerNode, WorkerNode, reference
+from sim_tier import Ill, Tier
 from sim_world import Node, Redis, World
 
 from services.scheduler.admission import ExpectedOutput, Reservation
@@ -141,8 +143,12 @@ class Mesh:
         slots: int = 8,
         step_s: float = 0.015,
         reservation: Callable[[], Reservation] = ExpectedOutput,
+        tier: Ill | None = None,
     ) -> None:
+        """`tier`: there is a second tier, with these troubles."""
         self.world = World(seed)
+        self.tier = None if tier is None else Tier(random.Random(seed), tier)
+        self.patience_s = 20 * step_s
         self.redis = Redis()
         self.model = "sim"
         self.blocks, self.slots, self.step_s = blocks, slots, step_s
@@ -251,6 +257,8 @@ class Mesh:
                 raise Violation(f"P6: {name} is alive but {instance and instance.state}")
             if instance.running or instance.resting or instance.leaving or instance.in_flight:
                 raise Violation(f"P6: {name} still holds {instance.running}, {instance.resting}")
+            if instance.fetches or worker.compute.batch.fetching:
+                raise Violation(f"P6: fetches of {name} never ended: {list(instance.fetches)}")
             if instance.pool.free != instance.pool.size or instance.reserved or instance.backlog:
                 raise Violation(f"P6: {name} has {instance.pool.free} of {instance.pool.size} blocks free")
             if worker.compute.batch.live:

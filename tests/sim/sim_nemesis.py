@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from sim_mesh import Mesh, Optimist, Violation
 from sim_nodes import ClientNode
+from sim_tier import Ill
 from sim_world import Weather
 
 from services.scheduler.admission import ExpectedOutput
@@ -47,16 +48,18 @@ def run_seed(seed: int, *, careful: bool = False) -> Mesh:
 
 def _prepare(seed: int, plan: Plan) -> Mesh:
     rng = random.Random(seed * 7919 + 1)
+    tier = _plan_tier(seed)
     mesh = Mesh(
         seed,
         workers=rng.choice((1, 1, 2, 2, 3)),
         schedulers=rng.choice((1, 1, 2)),
         clients=rng.choice((1, 2)),
-        blocks=rng.choice((18, 18, 24, 64)),
+        blocks=rng.choice((18, 18, 24, 64)) if tier is None else rng.choice((24, 24, 32, 64)),
         slots=rng.choice((2, 4, 8)),
         # Short steps have many frames in flight.
         step_s=rng.choice((0.015, 0.015, 0.0004)),
         reservation=rng.choice((ExpectedOutput, Optimist)),
+        tier=tier,
     )
     mesh.world.weather = rng.choice(
         (Weather(), Weather(drop=0.02), Weather(double=0.05), Weather(late=0.05), Weather(0.03, 0.03, 0.03))
@@ -68,11 +71,23 @@ def _prepare(seed: int, plan: Plan) -> Mesh:
     return mesh
 
 
+def _plan_tier(seed: int) -> Ill | None:
+    """Half of the seeds have a second tier, most of these one that fails."""
+    if seed % 2:
+        return None
+    rng = random.Random(seed)
+    return rng.choice((
+        Ill(), Ill(short=0.3), Ill(late=0.3), Ill(lost=0.2), Ill(forged=0.5, deaf=0.2),
+        Ill(late=0.2, short=0.2, lost=0.1, forged=0.2, deaf=0.1),
+    ))  # fmt: skip
+
+
 def _plan_request(mesh: Mesh, plan: Plan, rng: random.Random, number: int) -> None:
     client = rng.choice(list(mesh.clients.values()))
     # Few distinct beginnings, so that prefixes are shared; lengths around block boundaries.
     start = rng.randrange(3) * 100
-    prompt = [start + i for i in range(rng.randint(1, 24))]
+    length = rng.randint(1, 24) if mesh.tier is None else rng.randint(1, 48)
+    prompt = [start + i for i in range(length)]
     max_tokens = rng.randint(1, 40)
     hasty = rng.random() < 0.15
     spec = Open(

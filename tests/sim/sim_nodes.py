@@ -11,7 +11,9 @@ import zlib
 from collections import deque
 from typing import Any
 
+import msgspec
 import numpy as np
+from sim_tier import ROW
 from sim_world import Node, Redis, World
 
 from services.scheduler.budget import BudgetRules
@@ -23,7 +25,9 @@ from services.scheduler.events import (
     Connected,
     DropLease,
     Effect,
+    Hint,
     LeaseSeen,
+    LookUp,
     SendBeacon,
     SendStep,
     SendTokens,
@@ -32,8 +36,9 @@ from services.scheduler.events import (
     Turn,
     WriteLease,
 )
+from services.scheduler.fetching import FetchRules
 from services.scheduler.policy import ContinuousPolicy
-from services.worker.compute import BrokenSession, Compute
+from services.worker.compute import BrokenSession, Compute, Outcome
 from services.worker.gate import ClaimVerdict
 from services.worker.session import Reaction, Session
 from services.worker.slots import Batch, BatchShape
@@ -41,7 +46,20 @@ from services.worker.step import ExecutorInfo, SlotArrays, StepInput, StepOutput
 from shared.client.core import ClientCore
 from shared.client.effects import Accepted, Close, Ended, Open, Progress, Refused
 from shared.client.effects import Tick as ClientTick
-from shared.wire import Ack, Beacon, Cancel, Claim, Claimed, InstanceInfo, Inventory, Sampling, Step, Submit
+from shared.wire import (
+    Ack,
+    Beacon,
+    Cancel,
+    Claim,
+    Claimed,
+    Fetch,
+    Fetched,
+    InstanceInfo,
+    Inventory,
+    Sampling,
+    Step,
+    Submit,
+)
 
 VOCAB = 1000
 BLOCK = 4
@@ -113,10 +131,14 @@ class WorkerNode(Node):
         self.compute = Compute(
             self.executor, Batch(shape, FINGERPRINT), clock=lambda: self.world.now + self.executor.spent_s
         )
+        tier = ROW if mesh.tier is not None else ""
         self.session = Session(
             InstanceInfo(name, mesh.model, FINGERPRINT, "mixed", "ready", self.born, BLOCK, blocks, slots,
-                         info.max_len, VOCAB, 64, info.prefill_tok_s, info.decode_step_s)
+                         info.max_len, VOCAB, 64, info.prefill_tok_s, info.decode_step_s, tier=tier,
+                         tier_fixed_s=mesh.step_s / 50, tier_block_s=mesh.step_s / 100)
         )  # fmt: skip
+        self.told: list[Fetched] = []
+        """Fetches of this session that ended."""
         self.last = self.born
         self.queue: deque[Step] = deque()
         self.busy = False
@@ -132,7 +154,8 @@ class WorkerNode(Node):
         return self.last
 
     def _beat(self) -> None:
-        self.mesh.to_schedulers(self, self.session.beat())
+        beat = msgspec.structs.replace(self.session.beat(), fetched=self.told[-8:])
+        self.mesh.to_schedulers(self, beat)
 
     def on_step(self, frame: Step) -> None:
         _, reaction = self.session.on_step(frame, self.world.now)
@@ -151,6 +174,7 @@ class WorkerNode(Node):
             return self._claimed(False, incarnation, claim.claim_id, [], 0)
         if verdict is ClaimVerdict.ACCEPTED:
             self.queue.clear()
+            self.told.clear()
             self.compute.session = incarnation
             blocks, after = self.compute.begin()
         else:
@@ -181,7 +205,13 @@ class WorkerNode(Node):
             return
         frame = self.queue.popleft()
         before = self.executor.spent_s
+        if frame.offload:
+            self._keep(frame.offload)
         outcome = self.compute.step(frame, self.world.now)
+        if isinstance(outcome, Outcome):
+            self._keep([row.block for row in outcome.done.stored])
+            for fetch in frame.fetch:
+                self._fetch(fetch, frame.incarnation)
         took_s = max(self.executor.spent_s - before, 0.0001)
         self.executor.spent_s = 0.0
         self.busy = True
@@ -204,6 +234,34 @@ class WorkerNode(Node):
                 self.mesh.to_schedulers(self, outcome.done)
         self._next()
 
+    # The second tier
+
+    def _keep(self, blocks: list[int]) -> None:
+        if (tier := self.mesh.tier) is not None:
+            for block in blocks:
+                if (block_hash := self.compute.batch.hashes.of(block)) is not None:
+                    tier.keep(block_hash, self.executor.kv[block])
+
+    def _fetch(self, fetch: Fetch, session: int) -> None:
+        late_s, found = self.mesh.tier.answer(fetch.hashes)
+        info = self.session.info
+        usual_s = info.tier_fixed_s + len(fetch.blocks) * info.tier_block_s
+        self.world.after(usual_s + late_s, lambda: self._fetched(fetch, session, found))
+
+    def _fetched(self, fetch: Fetch, session: int, found: list[Any]) -> None:
+        if not self.alive or session != self.compute.session or session != self.session.gate.incarnation:
+            return
+        if self.stopped:
+            self.backlog.append((lambda _: self._fetched(fetch, session, found), None))
+            return
+        for block in fetch.blocks:
+            self.executor.kv[block] = -7
+        for block, content in zip(fetch.blocks, found):
+            self.executor.kv[block] = content
+        if self.compute.batch.fetched(fetch.op, len(found)):
+            self.told.append(Fetched(fetch.op, len(found)))
+            self._beat()
+
     def _react(self, reaction: Reaction) -> None:
         if reaction.done is not None:
             self.mesh.to_schedulers(self, reaction.done)
@@ -219,7 +277,12 @@ class SchedulerNode(Node):
         self.mesh = mesh
         self.world: World = mesh.world
         self.redis: Redis = mesh.redis
-        rules = Rules(model=mesh.model, budget=BudgetRules(itl_target_s=2 * mesh.step_s, floor_tokens=4))
+        rules = Rules(
+            model=mesh.model,
+            budget=BudgetRules(itl_target_s=2 * mesh.step_s, floor_tokens=4),
+            # Prompts here are short, so little has to be enough.
+            fetch=FetchRules(lookup_s=mesh.step_s / 10, share=1.0, patience_s=mesh.patience_s),
+        )
         self.core = Core(
             name, rules, ContinuousPolicy(), mesh.reservation(),
             rng=random.Random(self.world.rng.getrandbits(32)), now=self.world.now,
@@ -276,6 +339,8 @@ class SchedulerNode(Node):
                 self._ask(effect.instance, effect.claim, "on_claim")
             elif isinstance(effect, AskInventory):
                 self._ask(effect.instance, effect.inventory, "on_inventory")
+            elif isinstance(effect, LookUp):
+                self._look_up(effect)
             elif isinstance(effect, WriteLease):
                 self.lease = (effect.epoch, effect.owner)
                 if self.redis.up:
@@ -285,6 +350,18 @@ class SchedulerNode(Node):
                     self.redis.holder = None
             elif type(effect).__name__ == "Follow":
                 self.lease = None
+
+    def _look_up(self, effect: LookUp) -> None:
+        tier, world = self.mesh.tier, self.world
+        blocks: dict[str, int] = {}
+        if self.redis.up and tier is not None and tier.rng.random() >= tier.ill.deaf:
+            blocks = {ROW: tier.depth(list(effect.hashes))}
+
+        def answer() -> None:
+            if self.alive and not self.stopped:
+                self.feed(Hint(effect.client, effect.handles, blocks))
+
+        world.after(self.core.rules.fetch.lookup_s * world.rng.uniform(0.2, 1.5), answer)
 
     def _ask(self, instance: str, message: Any, method: str) -> None:
         world = self.world
