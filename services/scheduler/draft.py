@@ -35,3 +35,8 @@ class Draft:
         self.preempted = False
         self.ids = 0
         """Carried by `admit`."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """Nothing of a running sequence stays in the frame but that its slot is released."""
+        self.work = [row for row in self.work if row.slot != sequence.slot]
+        self.extend = [row for row in self.extend if row.slot != sequence.slot]

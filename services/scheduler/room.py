@@ -1,15 +1,33 @@
 """Blocks for running sequences, and who gives theirs back when there are none left."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
 
 from services.scheduler.admission import Reservation
 from services.scheduler.counters import Counters
 from services.scheduler.draft import Draft
 from services.scheduler.instances import Instance, Lane
-from services.scheduler.preempt import pick_victim
+from services.scheduler.preempt import Candidate, LeastHarm, Preemption
+from services.scheduler.seat import Seat
 from services.scheduler.sequences import Sequence
 from shared.wire import Extend, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What sending a running sequence back costs."""
+
+    computed: int
+    """Tokens whose KV it has."""
+    kept: int
+    """Leading blocks that others hold, too: they stay."""
+    named: int
+    """Leading blocks that have a hash: `kept`, and those that a second tier can keep."""
+    back_s: float
+    offload: bool
+    """Whether it is cheaper to fetch them than to compute them again."""
 
 
 class Room:
@@ -21,12 +39,18 @@ class Room:
         """`requeue` takes preempted sequences back."""
         self.reservation = reservation
         self.counters = counters
+        self.policy: Preemption = LeastHarm()
+        self.aging_s = 30.0
+        """Waiting that makes up for one level of priority."""
         self._requeue = requeue
+
+    # Running sequences
 
     def grow(self, instance: Instance, draft: Draft, due: Many[Sequence], now: float) -> None:
         """Give blocks to those whose table is full, oldest first; those that get none skip this frame."""
         hungry = list(instance.stalled)
-        for sequence in due:
+        for sequence in dict.fromkeys(due):
+            # Twice in it: readmitted, and due at the frame it was once due at before.
             if sequence.due != draft.seq or instance.running.get(sequence) is not Lane.DECODE:
                 continue
             computed = sequence.planned + draft.seq - sequence.since
@@ -37,7 +61,7 @@ class Room:
                 continue
             sequence.planned, sequence.since = computed, draft.seq
             hungry.append(sequence)
-        hungry.sort(key=lambda seq: (seq.request.priority, seq.order))
+        hungry.sort(key=urgency)
         for sequence in hungry:
             was_stalled = instance.running[sequence] is Lane.STALLED
             taken = instance.pool.take(1)
@@ -60,22 +84,163 @@ class Room:
                 instance.reserved -= 1
             instance.start_decoding(sequence, draft.seq, sequence.planned)
         if instance.stalled:
-            self._make_room(instance, draft)
+            self._relieve(instance, draft)
             draft.work.extend(Work(sequence.slot, 0) for sequence in instance.stalled)
 
-    def _make_room(self, instance: Instance, draft: Draft) -> None:
-        """Preempt until the blocks on their way back will do. Spent sequences return theirs by themselves."""
-        while instance.stalled and instance.returning < len(instance.stalled) and not instance.spent:
-            victim = pick_victim(
-                seq
-                for seq, lane in instance.running.items()
-                if lane is not Lane.SPENT and not seq.request.pin
-            ) or pick_victim(instance.stalled)
-            if victim is None:
+    def _relieve(self, instance: Instance, draft: Draft) -> None:
+        """Preempt until the blocks on their way back will do. Spent sequences return theirs by themselves.
+
+        The oldest of the most urgent class stays whatever it holds: it ends, and so does everybody in turn.
+        """
+        while instance.stalled and not instance.spent:
+            missing = len(instance.stalled) - on_their_way(instance)
+            if missing <= 0:
                 return
-            draft.preempted = True
-            self.counters.preemptions += 1
-            self.reservation.preempted()
-            draft.extend = [row for row in draft.extend if row.slot != victim.slot]
-            instance.leave(victim)
-            self._requeue(victim)
+            first = min(instance.running, key=lambda seq: (self._level(seq), seq.order))
+            others = [seq for seq in instance.running if seq is not first]
+            candidates = self._candidates(instance, [seq for seq in others if not seq.request.pin] or others)
+            victims = self.policy.choose(candidates, missing)
+            if not victims:
+                return
+            for victim in victims:
+                self._preempt(instance, draft, victim.who)
+
+    # A more urgent newcomer
+
+    def outranks(self, instance: Instance, sequence: Sequence, now: float) -> bool:
+        """Whether somebody runs there that would have to make way for it."""
+        return next(self._below(instance, sequence, now), None) is not None
+
+    def make_way(
+        self, instance: Instance, draft: Draft, sequence: Sequence, seat: Seat, slots: int, now: float
+    ) -> bool:
+        """Let strictly less urgent running sequences make way for a waiting one. `slots`: how many may join.
+
+        Blocks merely set aside for their output are its own at once: True, it may be seated. What they hold
+        comes back when the frames in flight are done: False, and they are preempted, the least harmful, as
+        few as will do. Nobody is if even all of them would not do.
+        """
+        below = list(self._below(instance, sequence, now))
+        if not below:
+            return False
+        pool = instance.pool
+        candidates = self._candidates(instance, below)
+        shared = seat.shared if seat.copy_from < 0 else [*seat.shared, seat.copy_from]
+        free = pool.free - pool.idle(shared)
+        coming = on_their_way(instance)
+        set_aside = instance.set_aside - sum(seq.reserved for seq in below)
+        all_in_all = free + coming + sum(candidate.frees for candidate in candidates)
+        if seat.need + seat.reserve + set_aside > all_in_all:
+            return False
+        if seat.need <= free and slots > 0:
+            return True
+        # Whoever stalls takes one each before it.
+        missing = seat.need + len(instance.stalled) - free - coming
+        if missing <= 0:
+            if slots > 0 or any(row.slot >= 0 for row in instance.resting):
+                return False  # on its way
+            candidates = [replace(candidate, frees=1) for candidate in candidates]
+        for victim in self.policy.choose(candidates, missing):
+            self._preempt(instance, draft, victim.who)
+            self.counters.preemptions_urgent += 1
+        return False
+
+    def _below(self, instance: Instance, sequence: Sequence, now: float) -> Iterator[Sequence]:
+        """Who runs and has to make way: of lower priority, and not so long kept waiting as to make up for it.
+        Equals never do, so two of them cannot take turns at sending each other back."""
+        request = sequence.request
+        if request.pin:
+            return
+        for other, lane in instance.running.items():
+            levels = other.request.priority - request.priority
+            if levels <= 0 or lane is Lane.SPENT or other.request.pin:
+                continue
+            if other.waited_s - sequence.waited_s - (now - sequence.changed) < levels * self.aging_s:
+                yield other
+
+    # Victims
+
+    def _level(self, sequence: Sequence) -> int:
+        return sequence.request.priority - int(sequence.times.get("preempted_s", 0.0) / self.aging_s)
+
+    def _candidates(self, instance: Instance, sequences: Iterable[Sequence]) -> list[Candidate[Sequence]]:
+        candidates = []
+        for sequence in sequences:
+            lane = instance.running[sequence]
+            if lane is Lane.SPENT:
+                continue
+            request, written = sequence.request, len(sequence.out)
+            expected = self.reservation.output_tokens(request.sampling.max_tokens, written)
+            frees = sum(1 for block in sequence.blocks if instance.pool.holders(block) == 1)
+            candidates.append(
+                Candidate(
+                    who=sequence,
+                    level=self._level(sequence),
+                    order=sequence.order,
+                    frees=frees + (lane is Lane.STALLED),
+                    back_s=find_loss(instance, sequence).back_s,
+                    written=written,
+                    left=max(1, expected - written),
+                    preemptions=sequence.preemptions,
+                )
+            )
+        return candidates
+
+    def _preempt(self, instance: Instance, draft: Draft, victim: Sequence) -> None:
+        """Off it goes, with what the second tier is to keep of it; nothing of it stays in the frame."""
+        loss = find_loss(instance, victim)
+        size = instance.info.block_tokens
+        if loss.offload:
+            draft.offload += victim.blocks[loss.kept : loss.named]
+            victim.offloaded = (instance.info.tier, loss.named)
+            self.counters.preemptions_offload += 1
+            self.counters.offloaded_tokens += (loss.named - loss.kept) * size
+        else:
+            victim.offloaded = None
+        draft.preempted = True
+        self.counters.preemptions += 1
+        self.reservation.preempted()
+        draft.drop(victim)
+        instance.leave(victim)
+        self._requeue(victim)
+
+
+def urgency(sequence: Sequence) -> tuple[int, int]:
+    """Most urgent first, then the first to arrive."""
+    return sequence.request.priority, sequence.order
+
+
+def on_their_way(instance: Instance) -> int:
+    """Blocks that are free once nothing in flight names them."""
+    if not instance.returning:
+        return 0
+    resting = Counter(block for row in instance.resting for block in row.blocks)
+    return sum(1 for block, times in resting.items() if instance.pool.holders(block) == times)
+
+
+def find_loss(instance: Instance, sequence: Sequence) -> Loss:
+    """What would be lost with it, and the cheaper way to bring that back, by measured rates."""
+    pool, info, cost = instance.pool, instance.info, instance.fit.cost
+    size = info.block_tokens
+    computed = instance.computed(sequence, instance.running[sequence])
+    request = sequence.request
+    # Of equal blocks only the first has the hash; its twin can go without a loss.
+    twins = pool.find(request.hashes or ()) if request.hash_kind == (info.fingerprint, size) else []
+    kept = 0
+    for block in sequence.blocks:
+        if pool.holders(block) == 1 and (kept >= len(twins) or twins[kept] == block):
+            break
+        kept += 1
+    named = kept
+    for block in sequence.blocks[kept:]:
+        if not pool.is_hashed(block):
+            break
+        named += 1
+    again_s = cost.fixed_s + max(0, computed - kept * size) * cost.per_token_s
+    if named == kept or not info.tier or info.tier_block_s <= 0.0:
+        return Loss(computed, kept, named, again_s, False)
+    fetched_s = info.tier_fixed_s + (named - kept) * info.tier_block_s
+    rest_s = cost.fixed_s + max(0, computed - named * size) * cost.per_token_s
+    if fetched_s + rest_s < again_s:
+        return Loss(computed, kept, named, fetched_s + rest_s, True)
+    return Loss(computed, kept, named, again_s, False)

@@ -188,7 +188,7 @@ def test_the_other_choices_go_on_when_the_one_that_computes_the_prompt_is_cancel
 
 def test_lower_priority_numbers_start_first():
     rig = Rig(small(max_slots=1)).ready()
-    rig.submit("now", 4, 20)
+    rig.submit("now", 4, 20, priority=-1)
     for name, priority in (("later", 1), ("usual", 0), ("first", -1)):
         rig.submit(name, 4, 2, priority=priority)
     rig.run()
