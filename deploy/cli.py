@@ -24,6 +24,7 @@ _FORWARDED = {
     "chat": ("deploy.chat", "Talk to the model in the terminal."),
     "model": ("deploy.model_cli", "Pull, list, verify and import models."),
     "bench": ("deploy.bench.cli", "Measure any OpenAI-compatible server: closed loop, open loop, traces."),
+    "plan": ("deploy.plan", "Plan memory and devices for a model, before anything is started."),
     "profile": ("deploy.profile", "Measure where the time of an engine step goes."),
 }
 """Command → module with a typer `app`, imported when the command is used."""
@@ -61,7 +62,7 @@ def _bare_help() -> str:
     return (
         f"Services of this installation, each run in the foreground from HORTATOR_* settings:\n\n{known}\n\n"
         "Each needs the extra of its own name. The rest of the command line (up, down, status, tap, chat, "
-        f"model, bench, profile) comes with the extra `local`: {_install('local')}"
+        f"model, bench, plan, profile) comes with the extra `local`: {_install('local')}"
     )
 
 
@@ -145,6 +146,12 @@ def _build() -> "typer.Typer":
             typer.Option(help="KV cache; auto: on CPUs float16, but float32 for float32 weights."),
         ] = "auto",
         kv_memory: Annotated[str, typer.Option(help="Memory for KV of each instance.")] = "512MiB",
+        tier_memory: Annotated[
+            str, typer.Option(help="Memory where blocks go that instances have no room for; 0: none.")
+        ] = "512MiB",
+        tier_disk: Annotated[
+            str, typer.Option(help="Disk, in the run directory, where blocks go from that memory; 0: none.")
+        ] = "0",
         http: Annotated[
             str, typer.Option(metavar="HOST:PORT", help="Address of the API; port 0: any free one.")
         ] = ("127.0.0.1:8000"),
@@ -210,6 +217,8 @@ def _build() -> "typer.Typer":
             dtype=dtype,
             kv_dtype="" if kv_dtype == "auto" else kv_dtype,
             kv_memory=kv_memory,
+            tier_memory=tier_memory,
+            tier_disk=tier_disk,
             http=http,
             api_key_file=api_key_file,
             mock=mock,

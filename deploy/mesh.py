@@ -128,7 +128,7 @@ def stages(
                 "redis", redis_argv, redis_probe(places.redis_port, "operator", credentials.redis["operator"])
             ),
         ],
-        [service("kvstore", "kvstore", "kvstore", {})],
+        [service("kvstore", "kvstore", "kvstore", kvstore_settings(options, run))],
         workers,
         [service("scheduler", "scheduler", "scheduler", scheduler_settings(options))],
         [
@@ -167,6 +167,14 @@ def worker_settings(options: UpOptions, places: Places, cores: Sequence[int], de
         settings |= {k.removeprefix(PREFIX).lower(): v for k, v in as_env(group_settings(options)).items()}
         settings["threads"] = str(options.threads or "")
     return {key: value for key, value in settings.items() if value}
+
+
+def kvstore_settings(options: UpOptions, run: RunDir) -> dict[str, str]:
+    return {
+        "tier_memory": options.tier_memory,
+        "tier_disk": options.tier_disk,
+        "tier_dir": str(run.tier),
+    }
 
 
 def scheduler_settings(options: UpOptions) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from services.worker.group.layout import layout_of
 from services.worker.settings import WorkerSettings
-from shared.runtime.settings import SettingsError, convert
+from shared.runtime.settings import SettingsError, convert, parse_size
 
 SERVICES = ("gateway", "scheduler", "worker", "kvstore")
 
@@ -33,6 +33,10 @@ class UpOptions:
     kv_dtype: str = ""
     """Empty: as the worker chooses."""
     kv_memory: str = "512MiB"
+    tier_memory: str = "512MiB"
+    """Memory of the second tier of KV blocks, taken as blocks come; 0: no second tier."""
+    tier_disk: str = "0"
+    """Disk that blocks of the second tier go to, in the run directory."""
     http: str = "127.0.0.1:8000"
     api_key_file: Path | None = None
     mock: bool = False
@@ -89,6 +93,21 @@ def check_formats(options: UpOptions) -> None:
         for flag, value in (("dtype", options.dtype), ("kv-dtype", options.kv_dtype)):
             if not cuda and value == "bfloat16":
                 raise BadOption(f"--{flag} bfloat16 is computed on CUDA devices only: take float16, as small")
+
+
+def check_tier(options: UpOptions) -> None:
+    """Raise `BadOption` for a second tier that cannot be."""
+    sizes = {}
+    for flag, value in (("--tier-memory", options.tier_memory), ("--tier-disk", options.tier_disk)):
+        try:
+            sizes[flag] = parse_size(flag, value)
+        except SettingsError as error:
+            raise BadOption(str(error)) from None
+    if sizes["--tier-disk"] and not sizes["--tier-memory"]:
+        raise BadOption(
+            f"--tier-disk {options.tier_disk} needs memory that blocks pass through: "
+            "add for example --tier-memory 256MiB"
+        )
 
 
 def devices_of(options: UpOptions) -> list[str]:

@@ -6,6 +6,7 @@ credentials.json   passwords of this run, gone when the mesh has stopped
 conf/              server configurations, gone likewise
 ready/NAME.json    written by each service once it listens
 log/NAME.log       output of each service, limited in size
+tier/              KV blocks on disk, if there are to be any; they outlive the mesh
 """
 
 import fcntl
@@ -43,6 +44,11 @@ class RunDir:
     @property
     def conf(self) -> Path:
         return self.path / "conf"
+
+    @property
+    def tier(self) -> Path:
+        """Blocks of the second tier, which outlive the mesh."""
+        return self.path / "tier"
 
     def log(self, name: str) -> Path:
         return self.path / "log" / f"{name}.log"

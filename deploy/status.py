@@ -14,6 +14,7 @@ from shared.bus.port import BusDown
 
 SCHEDULER_STATS = "$SRV.STATS.hortator-scheduler"
 WORKER_STATS = "$SRV.STATS.hortator-worker"
+KVSTORE_STATS = "$SRV.STATS.hortator-kvstore"
 
 INSTANCE_FIELDS = (
     "id",
@@ -60,12 +61,13 @@ def collect(run: RunDir, now: float | None = None) -> dict[str, Any]:
         "services": [_service(entry, run, now) for entry in state.get("services", [])],
         "instances": [],
         "schedulers": [],
+        "tiers": [],
     }
     if report["state"] == "failed":
         report["error"] = state.get("error", "")
     if report["url"] and report["state"] in ("ready", "starting"):
         try:
-            answers, workers = asyncio.run(_ask(run))
+            answers, workers, kvstores = asyncio.run(_ask(run))
         except (BusDown, RunDirError) as error:
             report["error"] = str(error)
         else:
@@ -79,6 +81,7 @@ def collect(run: RunDir, now: float | None = None) -> dict[str, Any]:
                 | {"engine": engines.get(row.get("id")), "group": groups.get(row.get("id"), {})}
                 for row in leader.get("instances", [])
             ]
+            report["tiers"] = [{"id": k.get("instance")} | k["tier"] for k in kvstores if k.get("tier")]
             if not answers:
                 report["error"] = "no scheduler answers on NATS"
     return report
@@ -108,17 +111,36 @@ def _service(entry: dict[str, Any], run: RunDir, now: float) -> dict[str, Any]:
     }
 
 
-async def _ask(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What schedulers and workers say of themselves."""
+async def _ask(run: RunDir) -> list[list[dict[str, Any]]]:
+    """What schedulers, workers and kvstores say of themselves."""
     desk = await connect(run)
     try:
-        answers = await asyncio.gather(desk.ask_all(SCHEDULER_STATS), desk.ask_all(WORKER_STATS))
+        answers = await asyncio.gather(
+            *(desk.ask_all(subject) for subject in (SCHEDULER_STATS, WORKER_STATS, KVSTORE_STATS))
+        )
     finally:
         await desk.close()
-    schedulers, workers = (
-        [data for answer in each if (data := stats_data(answer)) is not None] for each in answers
+    return [[data for answer in each if (data := stats_data(answer)) is not None] for each in answers]
+
+
+def tier_line(tier: dict[str, Any]) -> str:
+    """A second tier in one line for people."""
+    disk = f"{_size(tier['disk_bytes'])} of {_size(tier['disk_budget'])} disk, " if tier["disk_budget"] else ""
+    asked = tier["hits"] + tier["misses"]
+    wrong = f", {tier['corrupt']} corrupt" if tier["corrupt"] else ""
+    return (
+        f"second tier of {tier['id']}: {sum(tier['complete'].values())} blocks, "
+        f"{_size(tier['memory_bytes'])} of {_size(tier['memory_budget'])} memory, {disk}"
+        f"{tier['connections']} connection(s), {tier['hits']} of {asked} blocks asked for found{wrong}"
     )
-    return schedulers, workers
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
 
 
 def engine(detail: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +234,8 @@ def print_for_people(report: dict[str, Any], console: Any) -> None:
             line(engine_line(row["id"], row["engine"]))
         for text in group_lines(row["id"], row.get("group") or {}):
             line(text)
+    for tier in report.get("tiers", ()):
+        line(tier_line(tier))
     if report.get("error"):
         console.print(escape(report["error"]), style="red", highlight=False, soft_wrap=True)
     if report["state"] in _OVER:

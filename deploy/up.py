@@ -19,6 +19,7 @@ from deploy.options import (
     check_formats,
     check_group,
     check_settings,
+    check_tier,
     instance_names,
     parse_http,
 )
@@ -73,6 +74,7 @@ def _check(options: UpOptions) -> None:
         parse_bytes(options.kv_memory)
     except SettingsError as error:
         raise BadOption(f"--kv-memory: {error}") from None
+    check_tier(options)
     check_settings(options.set)
     if options.node_rank:
         return
