@@ -9,7 +9,14 @@ import time
 from services.scheduler.core import Core
 from services.scheduler.leadership import owner_name
 from services.scheduler.report import CoreMetrics, stats
-from services.scheduler.settings import SchedulerSettings, make_policy, make_reservation, make_rules
+from services.scheduler.settings import (
+    SchedulerSettings,
+    make_placement,
+    make_policy,
+    make_preemption,
+    make_reservation,
+    make_rules,
+)
 from services.scheduler.shell import Shell
 from shared.runtime.service import ServiceContext, entry, run
 from shared.runtime.settings import load
@@ -27,6 +34,8 @@ async def serve(context: ServiceContext) -> None:
         make_reservation(settings),
         rng=random.Random(secrets.randbits(64)),
         now=time.monotonic(),
+        preemption=make_preemption(settings),
+        placement=make_placement(settings),
     )
     context.metrics.register(CoreMetrics(core))
     context.stats = lambda: stats(core)

@@ -40,6 +40,7 @@ from services.scheduler.leadership import Leadership, LeadershipTimes, Rule, lea
 from services.scheduler.placement import FirstTokenSoonest, Placement
 from services.scheduler.planner import Planner
 from services.scheduler.policy import BatchPolicy
+from services.scheduler.preempt import LeastHarm, Preemption
 from services.scheduler.seat import prefix_hashes
 from services.scheduler.sequences import Sequence
 from shared.ids import BlockHash
@@ -72,6 +73,7 @@ class Core:
         rng: random.Random,
         now: float,
         placement: Placement | None = None,
+        preemption: Preemption | None = None,
     ) -> None:
         self.owner = owner
         self.rules = rules
@@ -83,6 +85,9 @@ class Core:
         self.planner.rng = rng
         self.planner.placement = placement or FirstTokenSoonest()
         self.planner.fetching = Fetching(rules.fetch)
+        self.planner.room.policy = preemption or LeastHarm()
+        self.planner.room.aging_s = rules.desk.aging_s
+        self.planner.room.fetch = rules.fetch
         self.fleet = Fleet(rules.fleet, self.counters, self.desk, rng)
         self.connected = True
         self._beacon_at = now

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from services.scheduler.admission import Reservation
 from services.scheduler.counters import Counters
 from services.scheduler.draft import Draft
+from services.scheduler.fetching import FetchRules
 from services.scheduler.instances import Instance, Lane
 from services.scheduler.preempt import Candidate, LeastHarm, Preemption
 from services.scheduler.seat import Seat
@@ -42,6 +43,7 @@ class Room:
         self.policy: Preemption = LeastHarm()
         self.aging_s = 30.0
         """Waiting that makes up for one level of priority."""
+        self.fetch = FetchRules()
         self._requeue = requeue
 
     # Running sequences
@@ -178,7 +180,7 @@ class Room:
                     level=self._level(sequence),
                     order=sequence.order,
                     frees=frees + (lane is Lane.STALLED),
-                    back_s=find_loss(instance, sequence).back_s,
+                    back_s=find_loss(instance, sequence, self.fetch).back_s,
                     written=written,
                     left=max(1, expected - written),
                     preemptions=sequence.preemptions,
@@ -188,7 +190,7 @@ class Room:
 
     def _preempt(self, instance: Instance, draft: Draft, victim: Sequence) -> None:
         """Off it goes, with what the second tier is to keep of it; nothing of it stays in the frame."""
-        loss = find_loss(instance, victim)
+        loss = find_loss(instance, victim, self.fetch)
         size = instance.info.block_tokens
         if loss.offload:
             draft.offload += victim.blocks[loss.kept : loss.named]
@@ -218,8 +220,9 @@ def on_their_way(instance: Instance) -> int:
     return sum(1 for block, times in resting.items() if instance.pool.holders(block) == times)
 
 
-def find_loss(instance: Instance, sequence: Sequence) -> Loss:
-    """What would be lost with it, and the cheaper way to bring that back, by measured rates."""
+def find_loss(instance: Instance, sequence: Sequence, rules: FetchRules) -> Loss:
+    """What would be lost with it, and the cheaper way to bring that back, by measured rates and the rules by
+    which a fetch will then be found worth it."""
     pool, info, cost = instance.pool, instance.info, instance.fit.cost
     size = info.block_tokens
     computed = instance.computed(sequence, instance.running[sequence])
@@ -236,11 +239,13 @@ def find_loss(instance: Instance, sequence: Sequence) -> Loss:
         if not pool.is_hashed(block):
             break
         named += 1
-    again_s = cost.fixed_s + max(0, computed - kept * size) * cost.per_token_s
-    if named == kept or not info.tier or info.tier_block_s <= 0.0:
-        return Loss(computed, kept, named, again_s, False)
-    fetched_s = info.tier_fixed_s + (named - kept) * info.tier_block_s
+    again_s = (named - kept) * size * cost.per_token_s
+    fetch_s = info.tier_fixed_s + (named - kept) * info.tier_block_s
     rest_s = cost.fixed_s + max(0, computed - named * size) * cost.per_token_s
-    if fetched_s + rest_s < again_s:
-        return Loss(computed, kept, named, fetched_s + rest_s, True)
-    return Loss(computed, kept, named, again_s, False)
+    offload = (
+        info.tier != ""
+        and info.tier_block_s > 0.0
+        and named - kept >= rules.least_blocks
+        and fetch_s <= rules.share * again_s - cost.fixed_s
+    )
+    return Loss(computed, kept, named, rest_s + (fetch_s if offload else again_s), offload)

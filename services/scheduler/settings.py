@@ -7,7 +7,9 @@ from services.scheduler.admission import ExpectedOutput, Reservation, ReserveMax
 from services.scheduler.budget import BudgetRules
 from services.scheduler.core import Rules
 from services.scheduler.desk import DeskRules
+from services.scheduler.placement import FirstTokenSoonest, LeastLoad, Placement, RoundRobin
 from services.scheduler.policy import BatchPolicy, ContinuousPolicy, StaticBatchPolicy
+from services.scheduler.preempt import LastCome, LeastHarm, Preemption
 from shared.runtime.settings import ServiceSettings
 
 
@@ -19,6 +21,11 @@ class SchedulerSettings(ServiceSettings):
     """Who may join a running batch; `static` exists for comparison only."""
     reservation: Literal["expected", "max"] = "expected"
     """Blocks set aside at admission: for the output expected, or (for comparison) for max_tokens."""
+    placement: Literal["ttft", "round-robin", "least-load"] = "ttft"
+    """Which instance a request goes to: by predicted time to first token, or (for comparison) in turn, or to
+    the one with the fewest sequences."""
+    preemption: Literal["least-harm", "last-come"] = "least-harm"
+    """Who is sent back to the queue when blocks run out; `last-come` exists for comparison only."""
     itl_target_ms: float = 250.0
     """Longest gap between tokens that prompts may cause to running sequences."""
     max_step_ms: float = 500.0
@@ -49,3 +56,20 @@ def make_policy(settings: SchedulerSettings) -> BatchPolicy:
 def make_reservation(settings: SchedulerSettings) -> Reservation:
     """By name."""
     return ReserveMax() if settings.reservation == "max" else ExpectedOutput()
+
+
+def make_preemption(settings: SchedulerSettings) -> Preemption:
+    """By name."""
+    return LastCome() if settings.preemption == "last-come" else LeastHarm()
+
+
+PLACEMENTS: dict[str, type[Placement]] = {
+    "ttft": FirstTokenSoonest,
+    "round-robin": RoundRobin,
+    "least-load": LeastLoad,
+}
+
+
+def make_placement(settings: SchedulerSettings) -> Placement:
+    """By name."""
+    return PLACEMENTS[settings.placement]()
