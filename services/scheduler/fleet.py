@@ -89,7 +89,9 @@ class Fleet:
 
     def _list(self) -> None:
         self.active = [i for i in self.instances.values() if i.planned]
-        self.choices = [i for i in self.active if i.state is State.READY]
+        ready = [i for i in self.active if i.state is State.READY]
+        # Whatever waits has a prompt to be computed; where nobody is there for prompts, anybody is.
+        self.choices = [i for i in ready if i.info.role != "decode"] or ready
 
     def _turn_to(self, instance: Instance, state: State) -> Effect:
         instance.state = state
@@ -312,7 +314,9 @@ class Fleet:
             effects.append(self._turn_to(instance, State.DRAINING))
         elif info.state == "ready" and instance.state is State.DRAINING:
             effects.append(self._turn_to(instance, State.READY))
-        instance.info = info
+        role, instance.info = instance.info.role, info
+        if info.role != role:
+            self._list()
         if instance.in_flight and beat.done_seq >= instance.expected:
             if instance.stuck_at == instance.expected:
                 effects += self._resend(instance, instance.expected, now)
