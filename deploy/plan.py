@@ -7,11 +7,13 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from deploy.plan_inputs import BadDevice, BadModel, ModelError, device_named, model_named, model_of_numbers
-from services.worker.memory.footprint import Demand
+from deploy.plan_inputs import device_named, model_named, model_of_numbers
+from services.worker.memory.devices import BadDevice
+from services.worker.memory.footprint import KV_BYTES, Demand
 from services.worker.memory.plan import make_plan
-from services.worker.memory.sizes import ModelSizes
+from services.worker.memory.sizes import BadModel, ModelSizes
 from services.worker.settings import default_kv
+from shared.model import ModelError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -24,31 +26,42 @@ _PICTURES = (".png", ".svg")
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Option(help="A name (smol), org/name on the hub, a model folder, a config.json, a .gguf file.")
+        str,
+        typer.Option(help="A name (smol), org/name on the hub, a model folder, a config.json, a .gguf file."),
     ] = "",
     params: Annotated[
         str, typer.Option(metavar="COUNT", help="Instead of a model, its number of parameters, e.g. 10B.")
     ] = "",
-    layers: Annotated[int, typer.Option(min=0, help="With --hidden, instead of a model: to know its KV.")] = 0,
+    layers: Annotated[
+        int, typer.Option(min=0, help="With --hidden, instead of a model: to know its KV.")
+    ] = 0,
     hidden: Annotated[int, typer.Option(min=0, help="Hidden size.")] = 0,
     heads: Annotated[int, typer.Option(min=0, help="Query heads.")] = 0,
     kv_heads: Annotated[int, typer.Option(min=0, help="KV heads; 0: as many as query heads.")] = 0,
     device: Annotated[
         str,
-        typer.Option(help="cpu: this machine; measured: measure it first; H200, L4, …; or a .json file of one."),
+        typer.Option(
+            help="cpu: this machine; measured: measure it first; H200, L4, …; or a .json file of one."
+        ),
     ] = "cpu",
     count: Annotated[int, typer.Option(min=1, max=1024, help="How many such devices there are.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, max=1_000_000, help="Sequences at once.")] = 32,
     context: Annotated[
-        int, typer.Option(min=0, max=_MOST_TOKENS, help="Tokens of each, prompt and output; 0: 2048, or the model's.")
+        int,
+        typer.Option(
+            min=0, max=_MOST_TOKENS, help="Tokens of each, prompt and output; 0: 2048, or the model's."
+        ),
     ] = 0,
     output: Annotated[
-        int, typer.Option(min=0, max=_MOST_TOKENS, help="Tokens of the context that are generated; 0: a fifth.")
+        int,
+        typer.Option(min=0, max=_MOST_TOKENS, help="Tokens of the context that are generated; 0: a fifth."),
     ] = 0,
     reserved: Annotated[
         int,
         typer.Option(
-            min=0, max=_MOST_TOKENS, help="Tokens set aside for each sequence, as without paging; 0: what it uses."
+            min=0,
+            max=_MOST_TOKENS,
+            help="Tokens set aside for each sequence, as without paging; 0: what it uses.",
         ),
     ] = 0,
     dtype: Annotated[
@@ -66,7 +79,9 @@ def plan(
     link_gb_s: Annotated[
         float, typer.Option(min=0, help="Between devices, each way; 0: as the device's.")
     ] = 0.0,
-    link_us: Annotated[float, typer.Option(min=0, help="A message's latency there; 0: as the device's.")] = 0.0,
+    link_us: Annotated[
+        float, typer.Option(min=0, help="A message's latency there; 0: as the device's.")
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw every option's memory into this .png or .svg.")
@@ -74,14 +89,17 @@ def plan(
 ) -> None:
     """Say what memory a model takes, whether it fits, and how to use the devices, before anything is started.
 
-    Nothing is loaded and nothing downloaded but a config.json. Figures are predictions; what they rest on is said.
+    Nothing is loaded, and nothing downloaded but a config.json. Figures are predictions; what they rest on is
+    said at the end.
     """
     try:
         if picture is not None:
             _check_picture(picture)
         sizes = _sizes(model, params, layers, hidden, heads, kv_heads, context)
         found = device_named(device).linked(link_gb_s or None, link_us or None)
-        demand = _demand(sizes, found.kind, concurrency, context, output, reserved, dtype, kv_dtype, block_tokens)
+        demand = _demand(
+            sizes, found.kind, concurrency, context, output, reserved, dtype, kv_dtype, block_tokens
+        )
         made = make_plan(sizes, found, demand, count, gap_ms / 1e3, tp)
     except (BadModel, BadDevice, ModelError, ValueError) as error:
         _fail(str(error))
@@ -102,7 +120,9 @@ def _sizes(
 ) -> ModelSizes:
     numbers = bool(params or layers or hidden or heads or kv_heads)
     if model and numbers:
-        raise BadModel("--model says all sizes: leave --params, --layers, --hidden, --heads and --kv-heads out")
+        raise BadModel(
+            "--model says all sizes: leave --params, --layers, --hidden, --heads and --kv-heads out"
+        )
     if numbers:
         return model_of_numbers(params, layers, hidden, heads, kv_heads)
     return model_named(model or "smollm2-135m-instruct", context or None)
@@ -121,7 +141,9 @@ def _demand(
 ) -> Demand:
     most = sizes.max_len or _MOST_TOKENS
     if context > most:
-        raise BadModel(f"--context {context}: the model was trained for {most} tokens (max_position_embeddings)")
+        raise BadModel(
+            f"--context {context}: the model was trained for {most} tokens (max_position_embeddings)"
+        )
     context = context or min(2048, most)
     if output >= max(context, 2):
         raise BadModel(f"--output {output}: of --context {context} tokens at least one is the prompt's")
@@ -132,10 +154,16 @@ def _demand(
         context=context,
         output=output or max(1, context // _OUTPUT_SHARE),
         dtype=dtype,
-        kv_dtype=default_kv(dtype, "cpu" if kind == "cpu" else "cuda") if kv_dtype == "auto" else kv_dtype,
+        kv_dtype=_kv_dtype(dtype, kind) if kv_dtype == "auto" else kv_dtype,
         reserved=reserved,
         block_tokens=block_tokens,
     )
+
+
+def _kv_dtype(dtype: str, kind: str) -> str:
+    """As the worker chooses; beside int8 weights of GPUs, which it does not serve, at 16 bit."""
+    chosen = default_kv(dtype, kind)
+    return chosen if chosen in KV_BYTES else "float16"
 
 
 def _check_picture(picture: Path) -> None:

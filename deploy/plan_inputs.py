@@ -1,5 +1,7 @@
-"""What `hortator plan` plans with: a model's sizes from whatever names it, and a device. Nothing is downloaded
-but a config.json."""
+"""What `hortator plan` plans with: a model's sizes from whatever names it, and a device.
+
+Nothing is downloaded but a config.json.
+"""
 
 import json
 import subprocess
@@ -16,7 +18,6 @@ from services.worker.memory.sizes import (
     sizes_of_numbers,
     sizes_of_parameters,
 )
-from shared.model import ModelError
 from shared.model.cache import ModelCache
 from shared.model.catalog import find, known_names
 from shared.model.conversion import key_of_catalog
@@ -51,7 +52,7 @@ _CATALOG: dict[str, dict[str, object]] = {
 def model_named(name: str, context: int | None) -> ModelSizes:
     """The sizes of a catalogue name, folder, config.json, .gguf file, name in the cache or hub repository.
 
-    Raises `BadModel` or `ModelError`.
+    Raises `BadModel`, or `shared.model.ModelError`.
     """
     known = find(name)
     if known is not None and not ModelCache().has(key_of_catalog(known)) and known.name in _CATALOG:
@@ -73,14 +74,12 @@ def model_named(name: str, context: int | None) -> ModelSizes:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return _from_file(_hub_config(name), context, name)
     raise BadModel(
-        f"no model {name!r}: it is neither a folder, a {_CONFIG}, a .gguf file, a name in the cache nor known. "
-        f"Known: {known_names()}. For the Hugging Face hub write org/name; without a model give --params 10B"
+        f"no model {name!r}: it is neither a folder, a {_CONFIG}, a .gguf file, a name in the cache nor "
+        f"known. Known: {known_names()}. For the Hugging Face hub write org/name; without a model give --params 10B"
     )
 
 
-def model_of_numbers(
-    params: str, layers: int, hidden: int, heads: int, kv_heads: int
-) -> ModelSizes:
+def model_of_numbers(params: str, layers: int, hidden: int, heads: int, kv_heads: int) -> ModelSizes:
     """The sizes that options give; 0 and empty: not given. Raises `BadModel`."""
     count = parse_count(params) if params else None
     if not (layers or hidden or heads or kv_heads):
@@ -88,7 +87,9 @@ def model_of_numbers(
             raise BadModel("name a --model, or give --params 10B, or --layers and --hidden")
         return sizes_of_parameters(count)
     if not (layers and hidden):
-        raise BadModel("--layers and --hidden are needed together, to know KV; --heads and --kv-heads refine them")
+        raise BadModel(
+            "--layers and --hidden are needed together, to know KV; --heads and --kv-heads refine them"
+        )
     return sizes_of_numbers(layers, hidden, heads or None, kv_heads or None, count)
 
 
@@ -144,13 +145,18 @@ def _hub_config(repository: str) -> Path:
         return Path(hf_hub_download(repository, _CONFIG))
     except Exception as error:  # the hub client raises many kinds: HTTP, name, permission, disk
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadModel(f"{_CONFIG} of {repository} cannot be had from the hub ({first}): give its path") from None
+        raise BadModel(
+            f"{_CONFIG} of {repository} cannot be had from the hub ({first}): give its path"
+        ) from None
 
 
 def _measured() -> Device:
     """This machine's GPU, or its CPU, as a process of the worker measures it now."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", _MEASURES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-P", "-m", _MEASURES],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -172,6 +178,3 @@ def _measured() -> Device:
         "measured": True,
     }
     return device_of(described, "measured here; links between devices are assumed to be PCIe 4.0 x16")
-
-
-__all__ = ["BadDevice", "BadModel", "ModelError", "device_named", "model_named", "model_of_numbers"]

@@ -49,7 +49,7 @@ def this_machine() -> Device:
     told = (
         "rates are assumed, as nothing was measured here: run `hortator plan --device measured` once"
         if assumed
-        else f"measured here: {rates.read_gb_s:.1f} GB/s read, {rates.matmul_gf_s:.0f} GF/s in float32 products"
+        else f"measured here: {rates.read_gb_s:.1f} GB/s read, float32 products {rates.matmul_gf_s:.0f} GF/s"
     )
     origin = f"{told}; memory is what is {room.origin}"
     reach = replace(CPU_REACH, origin="those measured, above assumed rates") if assumed else CPU_REACH

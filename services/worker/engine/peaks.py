@@ -1,5 +1,11 @@
-"""What this machine can do at best, measured in this process: the bounds that kernels are held against."""
+"""What this machine can do at best, measured in this process: the bounds that kernels are held against.
 
+`python -m services.worker.engine.peaks` prints them as JSON, of the first GPU where there is one.
+"""
+
+import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +14,7 @@ import torch
 
 _READ_BYTES = 256 << 20
 _SIDE = 768
+_DEVICE_BYTES, _DEVICE_SIDE, _DEVICE_CALLS = 1 << 30, 8192, 8
 
 
 @dataclass(frozen=True)
@@ -42,3 +49,48 @@ def _best(work: Callable[[], object], budget_s: float) -> float:
         best = min(best, time.perf_counter() - begun)
         calls += 1
     return best
+
+
+def measure_gpu(index: int = 0) -> Peaks:
+    """Of a copy, bytes read and written, and of a product of 16-bit matrices on that CUDA device."""
+    device = torch.device("cuda", index)
+    half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    source = torch.ones(_DEVICE_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    copy_s = _best_on(device, lambda: target.copy_(source))
+    a, b = (torch.rand(_DEVICE_SIDE, _DEVICE_SIDE, device=device, dtype=half) for _ in "ab")
+    out = torch.empty_like(a)
+    matmul_s = _best_on(device, lambda: torch.mm(a, b, out=out))
+    return Peaks(2 * _DEVICE_BYTES / copy_s / 1e9, 2 * _DEVICE_SIDE**3 / matmul_s / 1e9)
+
+
+def _best_on(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of the fastest call, the device waited for."""
+    best = float("inf")
+    for _ in range(_DEVICE_CALLS):
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        work()
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def main() -> None:
+    """Measure and print: kind, name, memory_bytes and the two rates."""
+    if torch.cuda.is_available():
+        peaks, memory = measure_gpu(), torch.cuda.get_device_properties(0).total_memory
+        found: dict[str, object] = {
+            "kind": "cuda",
+            "name": torch.cuda.get_device_name(0),
+            "memory_bytes": memory,
+        }
+    else:
+        peaks = measure_peaks(len(os.sched_getaffinity(0)))
+        found = {"kind": "cpu"}
+    found |= {"read_gb_s": peaks.read_gb_s, "matmul_gf_s": peaks.matmul_gf_s}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""A plan for people: what is asked, the ledger, the arithmetic, the options, what to do, what it rests on."""
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from services.worker.memory.options import COMFORT, Option
+from services.worker.memory.plan import Plan, named
+from services.worker.memory.recommend import gb, ms
+from services.worker.memory.sizes import said
+
+_WIDTH = 110
+_RANKS_SHOWN = 8
+
+
+def show(plan: Plan) -> None:
+    """On the terminal; a fixed width where the output is none."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False)
+    _head(console, plan)
+    console.print(_ledger(plan))
+    console.print("[bold]arithmetic[/bold]")
+    for line in plan.arithmetic():
+        console.print(f"  {line}", markup=False)
+    if plan.block is not None:
+        console.print(f"  blocks: {plan.block.describe()}", markup=False)
+    console.print()
+    console.print(_options(plan))
+    _advice(console, plan)
+    console.print("[bold]what this rests on[/bold]")
+    for line in plan.assumptions():
+        console.print(f"  - {line}", markup=False)
+
+
+def _head(console: Console, plan: Plan) -> None:
+    m, d, demand = plan.model, plan.device, plan.demand
+    shape = f", {m.layers} layers, {m.heads} heads on {m.kv_heads} of KV" if m.known else ""
+    known = m.parameters.total
+    console.print(f"[bold]{_plain(m.name)}[/bold]: {known:,} parameters ({said(known)}){shape}")
+    reserved = f", {demand.reserved:,} reserved for each" if demand.reserved else ""
+    console.print(
+        f"{demand.concurrency:,} sequences of {demand.context:,} tokens, {demand.output:,} of them generated"
+        f"{reserved}; weights {demand.dtype}, KV {demand.kv_dtype}",
+        markup=False,
+    )
+    console.print(f"on {plan.count} × {d.name}, {gb(d.memory_bytes)} each", markup=False)
+    console.print()
+
+
+def _ledger(plan: Plan) -> Table:
+    """Classes as rows, ranks as columns; of many ranks the first and the fullest, and all together."""
+    option = plan.planned
+    layout = option.layout
+    table = Table(
+        title=f"memory: {layout}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_footer=True,
+    )
+    ranks = dict(enumerate(option.ranks))
+    if len(ranks) > _RANKS_SHOWN:
+        fullest = option.ranks.index(option.fullest)
+        ranks = {0: option.ranks[0], fullest: option.fullest}
+    each = f"{layout.replicas} × " if layout.replicas > 1 else ""
+    table.add_column("class", footer="of the device")
+    for number, ledger in ranks.items():
+        used = ledger.total_bytes / option.memory_bytes
+        table.add_column(f"{each}rank {number}", footer=f"{used:.1%}", justify="right")
+    if layout.devices > 1:
+        table.add_column(f"all {layout.devices} ranks", justify="right")
+    columns = [named(ledger) for ledger in ranks.values()]
+    if layout.devices > 1:
+        columns.append(named(option.total))
+    for row in zip(*columns):
+        table.add_row(row[0][0], *(gb(size) for _, size in row))
+    table.add_section()
+    totals = [*ranks.values(), *([option.total] if layout.devices > 1 else [])]
+    table.add_row("total", *(gb(ledger.total_bytes) for ledger in totals), style="bold")
+    return table
+
+
+def _options(plan: Plan) -> Table:
+    table = Table(
+        title="options, side by side", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
+    table.add_column("devices as")
+    for heading in (
+        *("devices", "fullest rank", "of it", "most seqs", "step", "comm/comp", "prompt tok/s", "tok/s"),
+    ):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for option in plan.options:
+        chosen = option is plan.recommendation.option
+        table.add_row(*_row(option), "← this" if chosen else _mark(option), style="bold" if chosen else "")
+    return table
+
+
+def _row(option: Option) -> list[str]:
+    speed, layout = option.speed, option.layout
+    cells = [
+        str(layout),
+        str(layout.devices),
+        gb(option.fullest.total_bytes),
+        f"{option.used:.0%}",
+        "?" if option.max_concurrency is None else f"{option.max_concurrency:,}",
+    ]
+    if speed is None:
+        return [*cells, "?", "?", "?", "?"]
+    share = f"{speed.decode.share:.0%}" if layout.ranks > 1 else ""
+    prompts = speed.prompt_tok_s * layout.replicas
+    return [*cells, ms(option.step_s), share, f"{prompts:,.0f}", f"{option.tok_s:,.0f}"]
+
+
+def _mark(option: Option) -> str:
+    if not option.fits:
+        return "tight" if option.used <= 1 else "too big"
+    return "" if option.served else "not served"
+
+
+def _advice(console: Console, plan: Plan) -> None:
+    advice = plan.recommendation
+    console.print(f"[bold]{_plain(advice.sentence)}[/bold]")
+    for reason in advice.reasons:
+        console.print(f"  - {reason}", markup=False)
+    if (command := up_command(plan)) is not None:
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+    console.print(
+        f"  step: every sequence gets a token; tok/s: generated, prompts of new sequences included; at most "
+        f"{COMFORT:.0%} of a device is planned for",
+        markup=False,
+    )
+    console.print()
+
+
+def up_command(plan: Plan) -> str | None:
+    """The command that starts what is recommended, or None where it cannot be started."""
+    option, m = plan.recommendation.option, plan.model
+    cuda = plan.device.kind == "cuda"
+    if option is None or m.config is None or plan.device.kind not in ("cpu", "cuda"):
+        return None
+    if (cuda and plan.demand.dtype.startswith("int8")) or (not cuda and option.layout.devices > 1):
+        return None
+    layout, mib = option.layout, 1 << 20
+    kv = -(-sum(ledger.kv_bytes for ledger in option.ranks) // mib)
+    parts = ["hortator up", f"--model {m.name}", f"--dtype {plan.demand.dtype}", f"--kv-memory {kv}MiB"]
+    parts.append(f"--max-slots {layout.sequences(plan.demand.concurrency)}")
+    parts += [f"--tp {layout.tp}"] if layout.tp > 1 else []
+    parts += [f"--instances {layout.replicas}"] if layout.replicas > 1 else []
+    if cuda:
+        parts.append("--device " + ",".join(f"cuda:{i}" for i in range(layout.devices)))
+    return " ".join(parts)
+
+
+def _plain(text: str) -> str:
+    """Without what rich would take for markup."""
+    return text.replace("[", "\\[")
