@@ -125,7 +125,9 @@ async def _ask(run: RunDir) -> list[list[dict[str, Any]]]:
 
 def tier_line(tier: dict[str, Any]) -> str:
     """A second tier in one line for people."""
-    disk = f"{_size(tier['disk_bytes'])} of {_size(tier['disk_budget'])} disk, " if tier["disk_budget"] else ""
+    disk = (
+        f"{_size(tier['disk_bytes'])} of {_size(tier['disk_budget'])} disk, " if tier["disk_budget"] else ""
+    )
     asked = tier["hits"] + tier["misses"]
     wrong = f", {tier['corrupt']} corrupt" if tier["corrupt"] else ""
     return (

@@ -118,6 +118,9 @@ class Book:
         """Hashes whose parts are all here."""
         return list(self._complete.get(model, ()))
 
+    def complete_count(self, model: str) -> int:
+        return len(self._complete.get(model, ()))
+
     @property
     def models(self) -> list[str]:
         """Models of which anything is or was complete."""
@@ -165,7 +168,8 @@ class Book:
         for entry in self._memory:
             assert entry.block is not None
             if not self._may_leave(entry):
-                held.append(entry)
+                if entry.pins:
+                    held.append(entry)
                 continue
             if entry.block.slab.size == size:
                 found = [entry]

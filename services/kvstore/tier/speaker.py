@@ -100,7 +100,7 @@ class TierSpeaker:
             state="ready",
             born=self._offer.born,
             block_tokens=0,
-            blocks_total=len(self._book.complete(model)),
+            blocks_total=self._book.complete_count(model),
             max_slots=0,
             max_len=0,
             vocab_size=0,
