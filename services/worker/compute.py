@@ -27,7 +27,10 @@ from services.worker.step import (
     Pending,
     StepOutput,
 )
-from shared.wire import Done, Step, StepTiming, Stored
+from services.worker.tier.arrivals import Key
+from services.worker.tier.homes import TierState
+from services.worker.tier.second import SecondTier
+from shared.wire import Done, Fetched, Step, StepTiming, Stored
 
 NOTHING = Computed(StepOutput(np.zeros(0, np.int32)))
 
@@ -41,6 +44,16 @@ class Outcome:
     removed: list[bytes]
     running: int
     """Sequences that have not stopped, afterwards."""
+
+
+@dataclass(frozen=True)
+class FetchEnd:
+    """How a fetch of a session has ended, and what that changed in the set of shareable hashes."""
+
+    session: int
+    fetched: Fetched
+    stored: list[bytes]
+    removed: list[bytes]
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,13 @@ class Relay(Protocol):
 
     def measure(self, name: str) -> None: ...
 
+    def use_tiers(self, state: TierState) -> None: ...
+
+    def end_fetch(self, key: Key, count: int) -> None: ...
+
+    def when_fetched(self, then: Callable[[int, Key, int, int], None]) -> None:
+        """`then` is called from another thread with (rank, fetch, blocks it got, microseconds) of each."""
+
     def when_lost(self, then: Callable[[GroupLost], None]) -> None:
         """`then` is called from another thread, or at once, should the group be lost."""
 
@@ -103,10 +123,13 @@ class Compute:
         batch: Batch,
         clock: Callable[[], float] = time.perf_counter,
         relay: Relay | None = None,
+        tier: SecondTier | None = None,
     ) -> None:
+        """`tier`: this rank's side of the second tier; None: its blocks are kept nowhere else."""
         self.executor = executor
         self.batch = batch
         self.relay = relay
+        self.tier = tier
         self.session = 0
         self.check = 0
         """Checksum of all that was drawn so far: the same on all ranks."""
@@ -118,6 +141,8 @@ class Compute:
         self._free_since = clock()
         self._broken = 0
         # incarnation that met a fault
+        self._current = 0
+        # incarnation of the frames applied last: whose slots and fetches the batch holds
 
     def step(self, frame: Step, arrived: float) -> Outcome | BrokenSession | None:
         """Compute one frame; `arrived` is when it came, on the same clock. None: its session is over.
@@ -143,11 +168,16 @@ class Compute:
             self.relay.follow(frame, behind, self.check)
         at = self._clock()
         batch = self.batch
+        self._current = frame.incarnation
         try:
             work = batch.apply(frame)
         except FrameFault as fault:
             self._broken = frame.incarnation
+            if self.tier is not None:
+                self.tier.broken()
             return BrokenSession(frame.incarnation, fault)
+        if self.tier is not None and (work.evicted or work.offload or work.fetch):
+            self.tier.apply(work, frame.incarnation)
         pending: Pending = NOTHING
         if len(work.slots) or work.copies:
             if self._overlapping is not None:
@@ -174,6 +204,11 @@ class Compute:
             decode_tokens=result.decode_tokens,
         )
         self._free_since = ended
+        if self.tier is not None:
+            if result.stored:
+                self.tier.stored(result.stored)
+            if result.prefill_tokens and not result.decode_tokens:
+                self.tier.computed(result.prefill_tokens, ended - ran_from)
         stored, removed = batch.hashes.take_changes()
         done = Done(
             instance=frame.instance,
@@ -195,6 +230,9 @@ class Compute:
         """A new session: slots are empty, hashed blocks stay. First page of the inventory, next offset."""
         if self.relay is not None:
             self.relay.begin()
+        if self.tier is not None:
+            self.tier.begin()
+        self._current = 0
         self.batch.reset()
         return self.batch.hashes.page(0)
 
@@ -217,6 +255,28 @@ class Compute:
             self.relay.measure(name)
         return self._tuned.measure(name)
 
+    def use_tiers(self, state: TierState) -> None:
+        """The second tiers there are, for all ranks from the same frame on."""
+        if self.relay is not None:
+            self.relay.use_tiers(state)
+        if self.tier is not None:
+            self.tier.use(state, self.batch.hashes.all_blocks)
+
+    def end_fetch(self, key: Key, count: int, us: int = 0) -> FetchEnd | None:
+        """A fetch has ended: on every rank its first `count` blocks hold what was asked for.
+
+        Between frames. None: its session is over.
+        """
+        if self.relay is not None:
+            self.relay.end_fetch(key, count)
+        if self.tier is not None:
+            self.tier.end(key)
+        session, op = key
+        if session != self._current or not self.batch.fetched(op, count):
+            return None
+        stored, removed = self.batch.hashes.take_changes()
+        return FetchEnd(session, Fetched(op, count, us), stored, removed)
+
     def report(self) -> dict[str, Any]:
         """How the group communicates; empty of a rank alone. From any thread."""
         return {} if self.relay is None or self._tuned is None else self._tuned.report()
@@ -228,6 +288,8 @@ class Compute:
         return error
 
     def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
         self.executor.close()
         if self.relay is not None:
             self.relay.close()

@@ -17,8 +17,11 @@ from services.worker.settings import WorkerSettings, parse_bytes, parse_cores
 from services.worker.shape import BatchShape
 from services.worker.slots import Batch
 from services.worker.step import Executor, ExecutorInfo
+from services.worker.tier.port import HasKvMemory
+from services.worker.tier.rates import PrefillRate
+from services.worker.tier.second import SecondTier, Whose
 from shared.model import ModelError
-from shared.runtime.settings import SettingsError
+from shared.runtime.settings import SettingsError, parse_size
 
 UNSERVABLE = (ModelError, KernelsUnavailable, ValueError, OSError)
 """What building an executor raises where a person has to mend something: weights, formats, sizes."""
@@ -51,14 +54,29 @@ def batch_for(settings: WorkerSettings, info: ExecutorInfo) -> Batch:
     return Batch(shape, info.fingerprint)
 
 
+def tier_for(settings: WorkerSettings, executor: Executor, part: int = 0) -> SecondTier | None:
+    """What keeps the blocks of this rank elsewhere as well; None: nothing does. Raises ValueError."""
+    staging = parse_size("tier_staging", settings.tier_staging)
+    memory = executor.kv_memory if staging and isinstance(executor, HasKvMemory) else None
+    if memory is None:
+        return None
+    info = executor.info
+    tier = SecondTier(
+        memory, Whose(settings.model, part, settings.tp), info.block_tokens, info.blocks_total, staging
+    )
+    tier.prefill = PrefillRate(info.prefill_tok_s)
+    return tier
+
+
 def _alone(settings: WorkerSettings) -> Compute:
     executor = build_executor(settings, LOOPBACK)
-    return Compute(executor, batch_for(settings, executor.info))
+    return Compute(executor, batch_for(settings, executor.info), tier=tier_for(settings, executor))
 
 
 def _lead(settings: WorkerSettings) -> Compute:
     executor, relay = lead(settings, build_executor)
-    return Compute(executor, batch_for(settings, executor.info), relay=relay)
+    batch = batch_for(settings, executor.info)
+    return Compute(executor, batch, relay=relay, tier=tier_for(settings, executor))
 
 
 def _costs(settings: WorkerSettings) -> MockCosts:

@@ -35,6 +35,7 @@ class WorkerMetrics:
         )
         self._ran_before = 0
         self._group = _GroupMetrics(registry)
+        self._tier = _TierMetrics(registry)
 
     def frame(self, verdict: Verdict) -> None:
         self._frames[verdict].inc()
@@ -60,12 +61,58 @@ class WorkerMetrics:
         if report:
             self._group.update(report)
 
+    def tier(self, report: dict[str, Any]) -> None:
+        """What rank 0 tells of its traffic with the second tier; empty if it has none."""
+        if report:
+            self._tier.update(report)
+
     def session_began(self) -> None:
         self._ran_before = 0
         self._slots.set(0)
 
     def session_broke(self) -> None:
         self._broken.inc()
+
+
+class _TierMetrics:
+    """Blocks on their way to the second tier and back, of rank 0."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        blocks = Counter(
+            "hortator_worker_tier_blocks",
+            "Blocks by what became of them: sent, there (before they were sent), refused, saved (copied "
+            "before they were overwritten), dropped (there was no room for that), fetched, missed",
+            ["what"],
+            registry=registry,
+        )
+        self._blocks = {
+            what: blocks.labels(what)
+            for what in ("sent", "there", "refused", "saved", "dropped", "fetched", "missed")
+        }
+        self._gauges = {
+            what: Gauge(f"hortator_worker_tier_{what}", text, registry=registry)
+            for what, text in (
+                ("waiting", "Blocks that wait to be sent to the second tier"),
+                ("staged", "Blocks of the staging memory in use"),
+                ("fetching", "Fetches that have not ended"),
+            )
+        }
+        self._block_s = Gauge(
+            "hortator_worker_tier_block_seconds",
+            "One block more of a fetch, and computed instead",
+            ["how"],
+            registry=registry,
+        )
+        self._told = dict.fromkeys(self._blocks, 0)
+
+    def update(self, report: dict[str, Any]) -> None:
+        for what, counter in self._blocks.items():
+            counter.inc(report[what] - self._told[what])
+            self._told[what] = report[what]
+        for what, gauge in self._gauges.items():
+            gauge.set(report[what])
+        for how in ("fetch", "compute"):
+            self._block_s.labels(how).set(report[f"{how}_block_us"] * 1e-6)
 
 
 class _GroupMetrics:

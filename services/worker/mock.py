@@ -69,9 +69,10 @@ class MockExecutor:
         return self._info
 
     @property
-    def kv_memory(self) -> MockKv:
-        """Blocks that can be kept elsewhere. Only once it is asked for are they really written."""
-        if self._kv is None:
+    def kv_memory(self) -> MockKv | None:
+        """Blocks that can be kept elsewhere: really written once this was asked for. None: computing them
+        takes no time, so nothing can be had sooner."""
+        if self._kv is None and self._costs.token_s > 0:
             self._kv = MockKv(self._info, self._collective.rank)
         return self._kv
 

@@ -11,11 +11,12 @@ import msgspec
 import structlog
 from prometheus_client import CollectorRegistry
 
-from services.worker.compute import BrokenSession, Compute, Outcome
+from services.worker.compute import BrokenSession, Compute, FetchEnd, Outcome
 from services.worker.gate import ClaimVerdict
 from services.worker.metrics import WorkerMetrics
 from services.worker.runner import Runner, answer_of
 from services.worker.session import Reaction, Session
+from services.worker.tier.desk import TierDesk
 from shared import subjects
 from shared.bus.port import Bus, BusDown, PayloadTooLarge, Subscription
 from shared.kv_events import GATHER_S, HEARTBEAT_S, KvEventLog
@@ -72,6 +73,7 @@ class WorkerService:
         self._metrics = WorkerMetrics(registry)
         self._log = structlog.get_logger()
         self._current: Session | None = None
+        self._tier: TierDesk | None = None
         self._group: Callable[[], dict[str, Any]] = dict
         self._kv_changed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -99,9 +101,10 @@ class WorkerService:
         compute = started.result()
         self._current = Session(self._info(compute))
         self._group = compute.report
+        self._tier = tier = TierDesk(self._runner, compute, self._identity.model, self)
         # The first beat invites a claim: by then we must listen.
         subscriptions = await self._subscribe()
-        tasks = [asyncio.ensure_future(work) for work in (self._beat(), self._tell_kvstore())]
+        tasks = [asyncio.ensure_future(work) for work in (self._beat(), self._tell_kvstore(), tier.watch())]
         self._log.info("instance ready to be claimed", **self.stats())
         self.ready.set()
         over = asyncio.ensure_future(self._over.wait())
@@ -140,6 +143,7 @@ class WorkerService:
             "done_seq": self._session.done_seq,
             "slots": self._running,
             "group": self._group(),
+            "second_tier": {} if self._tier is None else self._tier.report(),
         }
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -164,8 +168,28 @@ class WorkerService:
         if self._session.on_broken(session.incarnation, str(session.fault), self._fresh()):
             self._log.error("session broken", incarnation=session.incarnation, fault=str(session.fault))
             self._metrics.session_broke()
+            self._forget_fetches()
             self._runner.fence(self._session.gate.incarnation)
             self._say(self._session.beat())
+
+    # What the second tier's desk says.
+
+    def fetch_ended(self, end: FetchEnd) -> None:
+        if end.stored or end.removed:
+            self._events.note(end.stored, end.removed)
+            self._kv_changed.set()
+        if self._session.on_fetched(end.session, end.fetched):
+            self._say(self._session.beat())
+
+    def tier_changed(self, row: str, fixed_s: float, block_s: float) -> None:
+        moved = row != self._session.info.tier
+        self._session.use_tier(row, fixed_s, block_s)
+        if moved:
+            self._say(self._session.beat())
+
+    def _forget_fetches(self) -> None:
+        if self._tier is not None:
+            self._tier.forget()
 
     def failed(self, error: BaseException) -> None:
         if self._failure is not None:
@@ -181,7 +205,7 @@ class WorkerService:
 
     async def _subscribe(self) -> list[Subscription]:
         instance = self._identity.instance
-        bus = self._bus
+        bus, tier = self._bus, self._tier
         responders: dict[str, Callable[[Any], Any]] = {
             "claim": self._on_claim,
             "inventory": self._on_inventory,
@@ -192,6 +216,11 @@ class WorkerService:
             await bus.subscribe(subjects.STEP.at(instance=instance), self._on_step),
             await bus.subscribe(subjects.BEACON.at(), self._on_beacon),
             await bus.subscribe(subjects.KV_RESTATE.at(instance=instance), self._on_restate),
+            *(
+                [await bus.subscribe(subjects.KV_TIER.at(), tier.on_offer)]
+                if tier and tier.wants_offers
+                else []
+            ),
             *[
                 await bus.respond(subjects.INSTANCE.at(instance=instance, verb=verb), responder)
                 for verb, responder in responders.items()
@@ -203,6 +232,8 @@ class WorkerService:
         self._metrics.frame(verdict)
         if reaction.run:
             self._runner.submit(frame)
+            if frame.fetch and self._tier is not None:
+                self._tier.begin(frame)
         else:
             self._react(reaction)
 
@@ -223,6 +254,7 @@ class WorkerService:
             self._log.info("claimed", epoch=claim.epoch, owner=claim.owner, incarnation=incarnation)
             self._runner.fence(incarnation)
             self._metrics.session_began()
+            self._forget_fetches()
             self._running = 0
             blocks, after = await answer_of(self._runner, Compute.begin)
         else:
@@ -268,6 +300,7 @@ class WorkerService:
         while True:
             self._say(self._session.beat())
             self._metrics.group(self._group())
+            self._metrics.tier(self._tier.report() if self._tier else {})
             await asyncio.sleep(BEAT_S)
 
     async def _tell_kvstore(self) -> None:

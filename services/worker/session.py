@@ -4,7 +4,7 @@ Pure: `now` and fresh incarnations are arguments, nothing is awaited. What is to
 runner; this is about who may command it, what was lost on the way, and what is said about it.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,6 +15,7 @@ from shared.wire import (
     Beat,
     Claim,
     Done,
+    Fetched,
     FromInstance,
     Goodbye,
     InstanceInfo,
@@ -25,6 +26,9 @@ from shared.wire import (
 
 RESULTS_KEPT = 64
 """Results kept for a scheduler that missed them; more frames than that are never in flight."""
+
+FETCHES_TOLD = 64
+"""Ends of fetches in each beat, the latest: a beat may be lost."""
 
 COMPLAIN_EVERY_S = 0.1
 """A gap or a stale sender is named at most this often."""
@@ -53,6 +57,7 @@ class Session:
         self.info = info
         self.done_seq = 0
         self._results: OrderedDict[int, Done] = OrderedDict()
+        self._fetched: deque[Fetched] = deque(maxlen=FETCHES_TOLD)
         self._draining = False
         self._failure = ""
         self._complained_at = {"gap": float("-inf"), "stale": float("-inf")}
@@ -115,6 +120,18 @@ class Session:
         self._draining = not undo
         self._announce()
 
+    def on_fetched(self, incarnation: int, fetched: Fetched) -> bool:
+        """Tell it in this and in later beats; False: it belongs to a session that is over."""
+        if incarnation != self.gate.incarnation:
+            return False
+        self._fetched.append(fetched)
+        return True
+
+    def use_tier(self, row: str, fixed_s: float, block_s: float) -> None:
+        """Where blocks go, and what a fetch from there takes; empty: no second tier is in reach, or pays."""
+        self._base = msgspec.structs.replace(self._base, tier=row, tier_fixed_s=fixed_s, tier_block_s=block_s)
+        self._announce()
+
     def fail(self, reason: str) -> None:
         self._failure = reason
         self._announce()
@@ -130,6 +147,7 @@ class Session:
             owner=gate.highest.owner,
             seen_seq=gate.seen_seq,
             done_seq=self.done_seq,
+            fetched=list(self._fetched),
         )
 
     def goodbye(self, reason: str) -> Goodbye:
@@ -167,6 +185,7 @@ class Session:
 
     def _forget(self) -> None:
         self._results.clear()
+        self._fetched.clear()
         self.done_seq = 0
 
     def _announce(self) -> None:

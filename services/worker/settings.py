@@ -37,6 +37,9 @@ class WorkerSettings(ServiceSettings):
     """Tokens a sequence may have, prompt included; 0: what the model was trained for."""
     max_step_tokens: int = 2048
     """Tokens one step may compute; the scheduler's time budget is usually far below."""
+    tier_staging: str = "64MiB"
+    """Memory of each rank for KV blocks on their way to and from the second tier, a size as of `kv_memory`;
+    at least three blocks. 0: blocks are kept nowhere else."""
     threads: int = 0
     """Compute threads of each rank; 0: as many as measure best at the start, or with `tp` its share of the
     cores."""

@@ -25,9 +25,11 @@ from services.worker.group.messages import (
     TO_RANK,
     Begin,
     Close,
+    EndFetch,
     Follow,
     Measure,
     Message,
+    Tiers,
     Tune,
     encode,
 )
@@ -35,6 +37,7 @@ from services.worker.runner import ThreadRunner
 from services.worker.service import EngineFailed, Identity, WorkerService
 from services.worker.slots import Batch
 from services.worker.step import SlotArrays, StepInput
+from services.worker.tier.homes import TierState
 from shared.bus.memory import MemoryBroker
 from shared.wire import Admit, Sampling, Step, Work
 from shared.wire.base import encode as encode_frame
@@ -93,6 +96,14 @@ class Tape:
 
     def measure(self, name: str) -> None:
         self.messages.append(Measure(name))
+
+    def use_tiers(self, state: TierState) -> None:
+        self.messages.append(Tiers(list(state.offers), state.home, state.wanted))
+
+    def end_fetch(self, key: tuple[int, int], count: int) -> None:
+        self.messages.append(EndFetch(*key, count))
+
+    def when_fetched(self, then: Callable[[int, tuple[int, int], int, int], None]) -> None: ...
 
     def when_lost(self, then: Callable[[GroupLost], None]) -> None: ...
 

@@ -53,9 +53,10 @@ def admission(ids: list[int], computed: int, blocks: list[int], slot: int = 0) -
 
 
 def test_a_mock_goes_on_from_blocks_brought_back_and_refuses_those_of_another_prefix() -> None:
-    batch, executor = Batch(SHAPE, "fp"), MockExecutor(INFO, SHAPE.max_slots, MockCosts())
+    batch, executor = Batch(SHAPE, "fp"), MockExecutor(INFO, SHAPE.max_slots, MockCosts(token_s=1e-6))
     assert isinstance(executor, HasKvMemory)
     memory = executor.kv_memory
+    assert memory is not None
     ids = list(range(10, 20))
 
     def run(**content: object) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 import select
 import socket
+import threading
 import time
 from typing import Any
 
@@ -26,7 +27,7 @@ class ChannelLost(ConnectionError):
 
 
 class Channel:
-    """One thread may send while another receives. Closing the socket is losing the other end."""
+    """Several threads may send while one receives. Closing the socket is losing the other end."""
 
     def __init__(self, sock: socket.socket, codec: Codec, most_bytes: int = MOST_BYTES) -> None:
         """`codec` reads what the other end sends."""
@@ -37,6 +38,7 @@ class Channel:
         self.most_bytes = most_bytes
         self._codec = codec
         self._received = bytearray()
+        self._sending = threading.Lock()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable = select.poll()
@@ -53,7 +55,10 @@ class Channel:
 
         Raises `ChannelLost`, also after `SEND_LIMIT_S`.
         """
-        left = memoryview(len(body).to_bytes(_HEAD, "little") + body)
+        with self._sending:
+            self._send_all(memoryview(len(body).to_bytes(_HEAD, "little") + body))
+
+    def _send_all(self, left: memoryview) -> None:
         deadline = 0.0
         while left:
             try:

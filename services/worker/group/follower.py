@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from services.worker.compute import Begun, Compute
 from services.worker.group.channel import Channel
-from services.worker.group.messages import Begin, Close, Follow, Measure, Refusal, Tune
+from services.worker.group.messages import Begin, Close, EndFetch, Follow, Measure, Refusal, Tiers, Tune
+from services.worker.tier.homes import TierState
 from shared.runtime.settings import CannotStart
 from shared.wire import Step
 from shared.wire.base import Codec
@@ -51,6 +52,10 @@ def follow(compute: Compute, channel: Channel) -> None:
                 compute.tune(state)
             case Measure(name):
                 compute.measure(name)
+            case Tiers(offers, home, wanted):
+                compute.use_tiers(TierState(tuple(offers), home, wanted))
+            case EndFetch(session, op, count):
+                compute.end_fetch((session, op), count)
             case Refusal(reason):
                 raise CannotStart(reason)
             case Close():

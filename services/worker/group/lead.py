@@ -7,8 +7,10 @@ from typing import Any
 from services.worker.collective.port import GroupLost
 from services.worker.group.members import Members
 from services.worker.group.membership import Membership
-from services.worker.group.messages import Begin, Close, Follow, Measure, Tune
+from services.worker.group.messages import Begin, Close, EndFetch, Follow, Measure, Tiers, Tune
 from services.worker.parallel.topology import describe
+from services.worker.tier.arrivals import Key
+from services.worker.tier.homes import TierState
 from shared.wire import Step
 from shared.wire.base import encode
 
@@ -38,6 +40,15 @@ class Lead:
 
     def measure(self, name: str) -> None:
         self._members.send(Measure(name))
+
+    def use_tiers(self, state: TierState) -> None:
+        self._members.send(Tiers(list(state.offers), state.home, state.wanted))
+
+    def end_fetch(self, key: Key, count: int) -> None:
+        self._members.send(EndFetch(*key, count))
+
+    def when_fetched(self, then: Callable[[int, Key, int, int], None]) -> None:
+        self._members.when_fetched(then)
 
     def when_lost(self, then: Callable[[GroupLost], None]) -> None:
         self._members.when_lost(then)

@@ -19,7 +19,7 @@ import structlog
 
 from services.worker.collective.port import GroupLost
 from services.worker.group.channel import Channel, ChannelLost
-from services.worker.group.messages import Built, Failed, Hello, Message, Welcome, encode
+from services.worker.group.messages import Built, Failed, Hello, Message, Part, Welcome, encode
 
 EXPLAIN_S = 0.5
 """How long the exit status of a rank whose connection ended may take to come."""
@@ -67,6 +67,7 @@ class Members:
         """The loss with all that is known of it."""
         self._abort = abort
         self._when_lost: Callable[[GroupLost], None] | None = None
+        self._when_fetched: Callable[[int, tuple[int, int], int, int], None] | None = None
         self._aborted = False
         self._welcome = self._closing = self._over = False
         self._changed = threading.Condition()
@@ -164,6 +165,10 @@ class Members:
         if lost is not None:
             then(lost)
 
+    def when_fetched(self, then: Callable[[int, tuple[int, int], int, int], None]) -> None:
+        """`then` is called from another thread with (rank, fetch, blocks, microseconds) of ranks' `Part`s."""
+        self._when_fetched = then
+
     def expect_ends(self) -> None:
         """Whoever ends from now on is no loss."""
         with self._changed:
@@ -228,6 +233,9 @@ class Members:
                             # Nothing is computed any more, though it may take a while to end.
                             member.reason = message.reason
                             return message.reason
+                        case Part(session, op, count, us):
+                            if self._when_fetched is not None:
+                                self._when_fetched(member.rank, (session, op), count, us)
                     self._changed.notify_all()
         except ChannelLost as error:
             return str(error)

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from shared.wire import TierOffer
 from shared.wire.base import Codec
 
 
@@ -38,6 +39,15 @@ class Failed(Message, frozen=True, tag="failed"):
     """It ends, and why."""
 
     reason: str
+
+
+class Part(Message, frozen=True, tag="part"):
+    """Its part of a fetch has ended here, and with how many blocks."""
+
+    session: int
+    op: int
+    count: int
+    us: int
 
 
 # From rank 0.
@@ -84,12 +94,28 @@ class Measure(Message, frozen=True, tag="measure"):
     name: str
 
 
+class Tiers(Message, frozen=True, tag="tiers"):
+    """The second tiers there are: `Compute.use_tiers`."""
+
+    offers: list[TierOffer]
+    home: str
+    wanted: bool
+
+
+class EndFetch(Message, frozen=True, tag="end_fetch"):
+    """A fetch has ended on all ranks: `Compute.end_fetch`."""
+
+    session: int
+    op: int
+    count: int
+
+
 class Close(Message, frozen=True, tag="close"):
     """The instance ends in good order."""
 
 
-FROM_RANK = Codec(Hello | Built | Failed)
-TO_RANK = Codec(Welcome | Refusal | Follow | Begin | Tune | Measure | Close)
+FROM_RANK = Codec(Hello | Built | Failed | Part)
+TO_RANK = Codec(Welcome | Refusal | Follow | Begin | Tune | Measure | Tiers | EndFetch | Close)
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -1,6 +1,7 @@
 """`python -m services.worker.group.rank`: a rank above 0, which computes what rank 0 tells it."""
 
 import argparse
+import contextlib
 import gc
 import os
 import sys
@@ -9,13 +10,13 @@ import structlog
 
 from services.worker.collective.port import GroupLost
 from services.worker.compute import Compute
-from services.worker.executors import UNSERVABLE, batch_for, build_executor
+from services.worker.executors import UNSERVABLE, batch_for, build_executor, tier_for
 from services.worker.group.channel import Channel, ChannelLost
 from services.worker.group.facts import facts_built, facts_of, host_name
 from services.worker.group.follower import Diverged, EndsWith, follow
 from services.worker.group.layout import layout_of, spin_us
 from services.worker.group.membership import LIMIT_S, can_native
-from services.worker.group.messages import Built, Failed, Hello, Refusal
+from services.worker.group.messages import Built, Failed, Hello, Message, Part, Refusal
 from services.worker.group.place import Place, handed, met
 from services.worker.settings import WorkerSettings
 from shared.runtime import logs, process
@@ -99,7 +100,14 @@ def _serve(settings: WorkerSettings, place: Place, formed: int | None) -> None:
         executor = build_executor(settings, collective)
     except UNSERVABLE as error:
         raise CannotStart(str(error)) from error
-    compute = Compute(executor, batch_for(settings, executor.info))
+    batch = batch_for(settings, executor.info)
+    try:
+        tier = tier_for(settings, executor, membership.rank)
+    except ValueError as error:
+        raise CannotStart(str(error)) from error
+    if tier is not None:
+        tier.when(lambda key, count, us: _say(channel, Part(*key, count, us)), lambda: None)
+    compute = Compute(executor, batch, tier=tier)
     membership.hurry(LIMIT_S)
     channel.send(Built(facts_built(executor.info)))
     if formed is not None:
@@ -114,10 +122,13 @@ def _serve(settings: WorkerSettings, place: Place, formed: int | None) -> None:
 
 
 def _tell(channel: Channel, reason: str) -> None:
-    try:
-        channel.send(Failed(reason))
-    except ChannelLost:
-        pass
+    _say(channel, Failed(reason))
+
+
+def _say(channel: Channel, message: Message) -> None:
+    """To rank 0, if it is still there; whoever follows notices if not."""
+    with contextlib.suppress(ChannelLost):
+        channel.send(message)
 
 
 def _arguments() -> argparse.Namespace:
