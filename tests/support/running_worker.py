@@ -34,9 +34,12 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def running(
-    settings: WorkerSettings, start_s: float = 5, max_payload: int = 1 << 20
+    settings: WorkerSettings,
+    start_s: float = 5,
+    max_payload: int = 1 << 20,
+    broker: MemoryBroker | None = None,
 ) -> AsyncIterator[Worker]:
-    broker = MemoryBroker(max_payload)
+    broker = broker or MemoryBroker(max_payload)
     registry = CollectorRegistry()
     runner = make_runner(settings)
     identity = Identity("w0", settings.model, 1000, settings.slots, settings.max_step_tokens)

@@ -1,0 +1,49 @@
+"""A second tier inside the test's own event loop, on a broker in memory and a free port of this machine."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from services.kvstore.settings import TierOptions
+from services.kvstore.tier.book import Key, Space
+from services.kvstore.tier.service import SecondTier
+from shared.bus.memory import MemoryBroker
+from shared.ids import BlockHash
+
+OPTIONS = TierOptions(64 << 20, 0, None, "127.0.0.1", 0, "127.0.0.1")
+
+
+@dataclass
+class Tier:
+    service: SecondTier
+    stopping: asyncio.Event
+    task: asyncio.Task[None]
+
+    @property
+    def blocks(self) -> int:
+        """Of model m, complete."""
+        return self.service.store.book.complete_count("m")
+
+    def spoil(self, block_hash: bytes) -> None:
+        """Change a byte of what rank 0's part of that block of model m has in memory."""
+        entry = self.service.store.book.find(Key(Space("m", 0, 1), BlockHash(block_hash)))
+        assert entry is not None
+        assert entry.block is not None
+        entry.block.view[0] ^= 1
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await self.task
+
+
+@contextlib.asynccontextmanager
+async def tier_on(broker: MemoryBroker, name: str = "kv0", **options: object) -> AsyncIterator[Tier]:
+    service = SecondTier(broker.connect(), replace(OPTIONS, **options), name)  # type: ignore[arg-type]
+    stopping = asyncio.Event()
+    task = asyncio.ensure_future(service.run(stopping, 0.0))
+    try:
+        yield Tier(service, stopping, task)
+    finally:
+        stopping.set()
+        await task
