@@ -171,3 +171,12 @@ class GroupedExecutor(Executor, Protocol):
     def report(self) -> dict[str, Any]:
         """How rank 0 and the others communicate, as plain data: from any thread, at any time."""
         ...
+
+
+@runtime_checkable
+class AccountedExecutor(Protocol):
+    """One that knows the memory of its rank."""
+
+    def memory(self) -> dict[str, Any]:
+        """`predicted` and `measured` bytes by class, and `warnings`; empty: it is not accounted for."""
+        ...

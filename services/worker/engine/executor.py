@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.collective.port import LOOPBACK, Collective
+from services.worker.engine.accounting import Account, Found, Rank, account_for
 from services.worker.engine.batch import (
     RaggedBatch,
     build_batch,
@@ -26,13 +27,14 @@ from services.worker.engine.cuda.draw import OnTheWay
 from services.worker.engine.decoder import Timed
 from services.worker.engine.device import Device
 from services.worker.engine.grouped import choose_in_group
-from services.worker.engine.kvcache import KvCache, plan_kv
+from services.worker.engine.kvcache import KvCache, block_choice, plan_kv
 from services.worker.engine.kvmemory import kv_memory_of
 from services.worker.engine.native.decoder import NativeDecoder
 from services.worker.engine.sampler import SampleRow, sample, top_logprobs
 from services.worker.engine.sharded_sampling import ShardedSampler
 from services.worker.engine.tuning import Tuning
 from services.worker.engine.weights import ModelFolder
+from services.worker.memory.served import Load
 from services.worker.parallel.split import plan_shards
 from services.worker.step import (
     I32,
@@ -44,6 +46,7 @@ from services.worker.step import (
     SlotArrays,
     StepInput,
     StepOutput,
+    TokenLogprobs,
 )
 from services.worker.tier.port import KvMemory
 from shared.wire import Sampling
@@ -58,6 +61,7 @@ class EngineOptions:
     kv_dtype: str = "float32"
     kv_bytes: int = 512 << 20
     block_tokens: int = 16
+    """0: as many as cost least (`services.worker.memory.block_size`)."""
     max_len: int | None = None
     """Tokens a sequence may have; None: what the model was trained for."""
     threads: int | None = None
@@ -70,7 +74,13 @@ class EngineOptions:
     deterministic: bool = False
     """A sequence's logits keep their bits whatever else is in a step and however the sequence is cut."""
     most_tokens: int = 2048
-    """Of a step of a group: room for the messages of so many is made."""
+    """Of a step: room for so many is made."""
+    slots: int = 64
+    """Sequences that may run at once."""
+    runtime_bytes: int | None = None
+    """What the process takes before it has a model (`runtime_memory.py`); None: keep no account of memory."""
+    staging_bytes: int = 0
+    """What others of this process take for KV on its way to other memory."""
     measure_s: float = 2.0
     """Time the start may spend on measuring what is fastest; 0: it takes what is most likely."""
 
@@ -94,10 +104,13 @@ class TorchExecutor:
         self.split = split = plan_shards(config, collective.size)
         shard = split.shards[collective.rank]
         device = Device(options.device, options.dtype)
+        blocks = block_choice(config, split, options.kv_dtype, options.block_tokens)
         held = sum(each.kv_heads.size for each in split.shards)
-        plan = plan_kv(config, options.kv_dtype, options.kv_bytes, options.block_tokens, held)
+        plan = plan_kv(config, options.kv_dtype, options.kv_bytes, blocks.chosen.block_tokens, held)
         own = replace(config, kv_heads=shard.kv_heads.size)
+        found = Found.now(device.torch)
         self._kv = KvCache(own, plan, options.kv_dtype, device.torch)
+        found = found.having_kv(device.torch)
         self._collective = collective
         self._batch_s = self._forward_s = self._sample_s = 0.0
         fingerprint = folder.fingerprint(options.dtype, options.kv_dtype)
@@ -120,6 +133,23 @@ class TorchExecutor:
             kernels = made.decoder.kernels if isinstance(made.decoder, NativeDecoder) else None
             self._sampler = ShardedSampler(*place, collective.gather, kernels)
         folder.close()
+        self._account: Account | None = None
+        if options.runtime_bytes is not None:
+            load = Load(
+                options.dtype,
+                options.kv_dtype,
+                plan.blocks,
+                plan.block_tokens,
+                made.candidate.kernels,
+                options.most_tokens,
+                options.slots,
+                made.candidate.threads,
+                options.runtime_bytes,
+                options.staging_bytes,
+            )
+            speed = made.speed.prefill_tok_s
+            rank = Rank(made.decoder, self._kv, config, shard, load, self._draw, speed)
+            self._account = account_for(rank, found)
         detail = {
             "model": config.family,
             "dtype": options.dtype,
@@ -127,6 +157,7 @@ class TorchExecutor:
             "device": options.device,
             "deterministic": "yes" if options.deterministic else "no",
             "block_bytes": str(plan.block_bytes),
+            "blocks": blocks.describe(),
         } | made.detail()
         if collective.size > 1:
             detail |= {"tp": str(collective.size), "split": split.describe()}
@@ -209,6 +240,15 @@ class TorchExecutor:
         self._take(output, batch, np.flatnonzero(step.samples), value.numpy().astype(np.int32))
         return output
 
+    def memory(self) -> dict[str, Any]:
+        """`services.worker.step.AccountedExecutor`"""
+        return {} if self._account is None else self._account.as_dict()
+
+    @property
+    def account(self) -> Account | None:
+        """What this rank takes; None where it was not asked for."""
+        return self._account
+
     # `services.worker.step.GroupedExecutor`
 
     def news(self) -> dict[str, Any] | None:
@@ -251,15 +291,16 @@ class TorchExecutor:
         if len(sampled):
             last = np.searchsorted(batch.logit_tokens, batch.row_start[1:][sampled] - 1)
             chosen = logits if len(last) == len(logits) else logits[torch.from_numpy(last)]
-            rows = _sample_rows(slots, step.slots[sampled])
-            if self._sampler is None:
-                tokens, logprobs = sample(chosen, rows, self._decoder.scan, self._decoder.draw_rows)
-            else:
-                tokens, logprobs = self._sampler.sample(chosen, rows)
+            tokens, logprobs = self._draw(chosen, _sample_rows(slots, step.slots[sampled]))
             output.logprobs = {int(sampled[i]): found for i, found in logprobs.items()}
             self._take(output, batch, sampled, tokens)
         self._sample_s += time.perf_counter() - begun
         return output
+
+    def _draw(self, logits: torch.Tensor, rows: list[SampleRow]) -> tuple[I32, dict[int, TokenLogprobs]]:
+        if self._sampler is None:
+            return sample(logits, rows, self._decoder.scan, self._decoder.draw_rows)
+        return self._sampler.sample(logits, rows)
 
     def _take(self, output: StepOutput, batch: RaggedBatch, sampled: NDArray[np.intp], tokens: I32) -> None:
         output.tokens[sampled] = tokens

@@ -7,6 +7,9 @@ import torch
 
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.memory import Arena
+from services.worker.memory.block_size import BlockChoice, choose_block_tokens
+from services.worker.memory.served import kv_block_bytes
+from services.worker.parallel.split import ShardPlan
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -20,6 +23,17 @@ class KvPlan:
     block_bytes: int
     """On all ranks of a group together."""
     blocks: int
+
+
+def block_choice(config: ModelConfig, split: ShardPlan, kv_dtype: str, asked: int = 0) -> BlockChoice:
+    """Tokens of a block, the same on all ranks; `asked` if that is not 0. Raises ValueError."""
+    narrowest = min(shard.kv_heads.size for shard in split.shards)
+    return choose_block_tokens(
+        token_bytes=kv_block_bytes(config, narrowest, kv_dtype, 1),
+        run_bytes=config.head_dim * _DTYPE_BYTES[kv_dtype],
+        max_len=config.max_len,
+        asked=asked,
+    )
 
 
 def plan_kv(
@@ -49,7 +63,8 @@ def plan_kv(
 class KvCache:
     """One tensor [block, layer, 2 (k, v), kv_head, token, head_dim].
 
-    Zeroed: a page costs nothing until it is written, and what is masked in attention is never NaN.
+    Zeroed: a page costs nothing until it is written or `populate`d, and what is masked in attention is never
+    NaN.
     On CUDA there is one block more than `blocks`, the last: rows that only fill up a batch write there.
     """
 
@@ -72,10 +87,26 @@ class KvCache:
                     f"KV memory of {count * dtype.itemsize} bytes cannot be had ({error}); lower --kv-memory"
                 ) from None
             self.data = arena.take(count, dtype).view(shape)
+            self._arena: Arena | None = arena
         else:
+            self._arena = None
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         # [block × layer × 2 × kv_head, token × head_dim]: the view that gathers whole heads.
         self.rows = self.data.view(-1, plan.block_tokens * config.head_dim)
+
+    def populate(self) -> None:
+        """Have all its memory now: a promise of blocks that turn out not to be there would end the process in
+        the middle of a step. Raises ValueError where it cannot be had."""
+        if self._arena is not None:
+            try:
+                self._arena.populate()
+            except ValueError as error:
+                raise ValueError(f"KV: {error}; lower --kv-memory") from None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of its memory, what the device really has given by now."""
+        return self.data.nbytes if self._arena is None else self._arena.resident_bytes
 
     def copy(self, source: int, target: int) -> None:
         """Copy a whole block, all layers (copy on write)."""

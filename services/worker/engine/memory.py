@@ -1,12 +1,17 @@
 """Large zeroed memory on huge pages: weights and KV are read from end to end every step, and with small pages
 the walk through page tables costs 5-10 % of a decode step."""
 
+import errno
 import mmap
 
 import torch
 
+from services.worker.engine.resident import resident_in
+from services.worker.memory.served import ALIGN
+
 HUGE = 2 << 20
-_ALIGN = 64
+_POPULATE_WRITE = 23
+# MADV_POPULATE_WRITE, which Python's mmap does not name before 3.13.
 
 
 class Arena:
@@ -22,6 +27,7 @@ class Arena:
                 pass  # the kernel was built without them
         whole = torch.frombuffer(region, dtype=torch.uint8)
         start = -whole.data_ptr() % HUGE
+        self._region, self._start = region, start
         self._bytes = whole[start : start + size]
         self._used = 0
 
@@ -31,10 +37,19 @@ class Arena:
         begin = self._used
         if begin + size > len(self._bytes):
             raise ValueError(f"arena of {len(self._bytes)} bytes: {size} more wanted, {begin} used")
-        self._used = begin + -(-size // _ALIGN) * _ALIGN
+        self._used = begin + -(-size // ALIGN) * ALIGN
         return self._bytes[begin : begin + size].view(dtype)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Of the bytes that were asked for, those that the system has given a page by now."""
+        return resident_in(self._bytes.data_ptr(), len(self._bytes))
 
-def room(sizes: list[int]) -> int:
-    """Bytes of an arena that holds pieces of these sizes."""
-    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+    def populate(self) -> None:
+        """Have every page now. Raises ValueError where the system has not so many."""
+        try:
+            self._region.madvise(_POPULATE_WRITE, self._start, len(self._bytes))
+        except OSError as error:
+            if error.errno in (errno.ENOMEM, errno.EFAULT):
+                raise ValueError(f"{len(self._bytes)} bytes of memory cannot be had ({error})") from None
+            self._bytes.fill_(0)  # kernels before 5.14 have no such advice

@@ -121,11 +121,14 @@ class CudaDecoder:
         self._group: Group | None = None
         self._in_order: Begin = alone if reducer is None else in_order(reducer)
         self._aside = Aside(reducer, self._device) if reducer is not None and self._cuda else self._in_order
+        before = torch.cuda.memory_allocated(self._device) if self._cuda else 0
         self._embed = self._matrix(folder.embed())
         self._head = self._embed if c.tied else self._matrix(folder.head())
         self._norm = self._vector(folder.norm())
         self._layers = [self._load(layer) for layer in folder.layers()]
         self._cos, self._sin = map(self._vector, rope_tables(c))
+        self.weights_allocated = torch.cuda.memory_allocated(self._device) - before if self._cuda else 0
+        """Bytes the allocator gave for all that is read and never written."""
         self._last = torch.zeros(FED_SLOTS, dtype=torch.int64, device=self._device)
         self._attention, self._reason = choose_attention(c, kv, dtype, self._scratch)
         self._plans = PlainDraws()

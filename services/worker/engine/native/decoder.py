@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from ctypes import pointer
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,16 +14,22 @@ from services.worker.engine.batch import RaggedBatch
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.formats import GROUP, WeightFormat
 from services.worker.engine.kvcache import KvCache
-from services.worker.engine.memory import Arena, room
+from services.worker.engine.memory import Arena
 from services.worker.engine.native import abi, build
 from services.worker.engine.rope import rope_tables
 from services.worker.engine.shards import ShardedFolder
 from services.worker.engine.weights import LayerWeights
+from services.worker.memory.served import (
+    LOGITS_KEPT,
+    native_buffer_bytes,
+    native_matrix_bytes,
+    native_weight_bytes,
+    native_widths,
+)
 from services.worker.step import I32
 
 PANEL = 16
 _MAX_GROUP = 256
-_LOGITS_KEPT = 256
 PHASES = (
     *("embed", "norm", "qkv", "rope and KV write", "attention", "out", "gate and up", "down", "head"),
     "exposed communication",
@@ -65,7 +72,8 @@ class Kernels:
     ) -> "PackedMatrix":
         """`weight` [n, k] float32 and `bias` [n] in the kernels' layout, inside `arena` if given."""
         n, k = weight.shape
-        return PackedMatrix(self, weight, form, bias, arena or Arena(packed_bytes(n, k, form)))
+        own = arena or Arena(native_matrix_bytes(n, k, form.name, bias is not None))
+        return PackedMatrix(self, weight, form, bias, own)
 
     def scan(self, values: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """(all finite, index of the first maximum) of each row of `values`."""
@@ -103,8 +111,10 @@ class PackedMatrix:
         self._inputs = k
         self._kernels = kernels
         self._panels = arena.take(padded * inputs * form.bytes, torch.uint8)
-        self._bias = None if bias is None else torch.nn.functional.pad(bias, (0, padded - n)).contiguous()
-        self._scale = None if form.top is None else torch.empty(padded)
+        self._bias = None if bias is None else arena.take(padded, torch.float32)
+        if bias is not None and self._bias is not None:
+            self._bias[:n] = bias
+        self._scale = None if form.top is None else arena.take(padded, torch.float32)
         own = _address(self._bias), _address(self._scale)
         self.abi = abi.Matrix(self._panels.data_ptr(), *own, n, inputs, form.code)
         kernels.library.hortator_pack(kernels.team, weight.data_ptr(), k, self.abi)
@@ -125,18 +135,15 @@ class PackedMatrix:
 
 
 class Codes:
-    """Memory for `rows` of at most `width` activations while they are quantised."""
+    """Memory for `rows` of at most `width` activations while they are quantised, in `arena` if given."""
 
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, rows: int, width: int, arena: Arena | None = None) -> None:
+        groups = round_up(width, GROUP) // GROUP
+        take = torch.empty if arena is None else arena.take
         # 12 bytes for each 8: beside the codes stands what the weights' offset adds to their products.
-        self._runs = torch.empty(rows, round_up(width, GROUP) // 8 * 12, dtype=torch.int8)
-        self._scales = torch.empty(rows, round_up(width, GROUP) // GROUP)
+        self._runs = take(rows * groups * GROUP // 8 * 12, dtype=torch.int8)
+        self._scales = take(rows * groups, dtype=torch.float32)
         self.abi = abi.Codes(self._runs.data_ptr(), self._scales.data_ptr())
-
-
-def packed_bytes(n: int, k: int, form: WeightFormat) -> int:
-    """Memory that weights [n, k] take when packed, scales not counted."""
-    return round_up(n) * round_up(k, form.alignment) * form.bytes
 
 
 def round_up(n: int, step: int = PANEL) -> int:
@@ -173,7 +180,8 @@ class NativeDecoder:
         self._kernels, self._form, self._kv, self._collective = kernels, form, kv, collective
         self.plan: ChunkPlan = one_chunk
         self._keep: list[object] = []
-        self._arena = Arena(weight_bytes(c, form))
+        out_bias = c.out_bias and folder.shard.rank == 0
+        self._arena = Arena(native_weight_bytes(replace(c, out_bias=out_bias), form.name))
         layers = (abi.Layer * c.layers)(*(self._layer(w) for w in folder.layers()))
         embed = self._matrix(folder.embed())
         head = embed if c.tied else self._matrix(folder.head())
@@ -206,6 +214,18 @@ class NativeDecoder:
         self._logits = torch.empty(0, round_up(c.vocab_size))
         self._room = 0
         self._grow(64)
+
+    @property
+    def weights(self) -> Arena:
+        """All that is read and never written."""
+        return self._arena
+
+    def reserve(self, tokens: int, logits: int) -> None:
+        """Make room for steps of `tokens` tokens and logits of `logits` of them, and no more than that."""
+        arena = Arena(native_buffer_bytes(self.config, self._form.name, tokens, logits))
+        self._make_room(tokens, arena)
+        width = self._logits.shape[1]
+        self._logits = arena.take(logits * width, torch.float32).view(logits, width)
 
     @property
     def kernels(self) -> Kernels:
@@ -242,16 +262,23 @@ class NativeDecoder:
         self._pass(view, logits)
         return logits[:, : self.config.vocab_size]
 
-    def forward_layers(self, batch: RaggedBatch, first: int, stop: int, chunks: I32) -> None:
+    def forward_layers(
+        self, batch: RaggedBatch, first: int, stop: int, chunks: I32, embed: bool = False
+    ) -> torch.Tensor:
         """Layers [first, stop) of a pass by themselves, for measurements. Raises `GroupLost`.
 
-        The KV of `batch` is overwritten, and what enters the first layer is whatever the last pass left.
+        The KV of `batch` is overwritten, and what enters the first layer is whatever the last pass left,
+        unless tokens are looked up (`embed`). Results are logits if the last layer is one of them.
         """
         if batch.size > self._room:
             self._grow(batch.size)
         view = self._view(batch, chunks)
         view.first_layer, view.stop_layer = first, stop
-        self._pass(view, self._logits_of(len(batch.logit_tokens)))
+        if embed:
+            view.ids = batch.tokens.ctypes.data
+        logits = self._logits_of(len(batch.logit_tokens))
+        self._pass(view, logits)
+        return logits[:, : self.config.vocab_size]
 
     def _view(self, batch: RaggedBatch, chunks: I32) -> abi.Batch:
         """`batch` as the kernels read it, all layers; valid as long as both arguments live."""
@@ -283,8 +310,8 @@ class NativeDecoder:
         exceed: fresh memory is mapped and zeroed page by page every time."""
         if rows <= len(self._logits):
             return self._logits[:rows]
-        fresh = torch.empty(max(rows, min(2 * len(self._logits), _LOGITS_KEPT)), self._logits.shape[1])
-        if len(fresh) <= _LOGITS_KEPT:
+        fresh = torch.empty(max(rows, min(2 * len(self._logits), LOGITS_KEPT)), self._logits.shape[1])
+        if len(fresh) <= LOGITS_KEPT:
             self._logits = fresh
         return fresh[:rows]
 
@@ -308,30 +335,23 @@ class NativeDecoder:
     def _vector(self, value: torch.Tensor | None) -> int | None:
         if value is None:
             return None
-        self._keep.append(value := value.contiguous())
-        return value.data_ptr()
+        own = self._arena.take(value.numel(), torch.float32)
+        own.copy_(value.view(-1))
+        self._keep.append(own)
+        return own.data_ptr()
 
     def _grow(self, tokens: int) -> None:
         """Make room for steps of `tokens` tokens; doubled, so that it happens a few times in a life."""
-        c = self.config
-        self._room = max(tokens, 2 * self._room)
-        widths = (c.hidden, c.hidden, c.q_size + 2 * c.kv_size, c.q_size, round_up(c.intermediate))
-        self._memory = [torch.zeros(self._room, width) for width in widths]
-        self._codes = Codes(self._room, max(widths)) if self._form.dynamic else None
+        tokens = max(tokens, 2 * self._room)
+        self._make_room(tokens, Arena(native_buffer_bytes(self.config, self._form.name, tokens, 0)))
+
+    def _make_room(self, tokens: int, arena: Arena) -> None:
+        widths = native_widths(self.config)
+        self._room = tokens
+        self._memory = [arena.take(tokens * width, torch.float32) for width in widths]
+        self._codes = Codes(tokens, max(widths), arena) if self._form.dynamic else None
         codes = self._codes.abi if self._codes else abi.Codes()
         self._buffers = abi.Buffers(*(m.data_ptr() for m in self._memory), codes)
-
-
-def weight_bytes(c: ModelConfig, form: WeightFormat) -> int:
-    """Memory that all matrices of a model take when packed."""
-    layer = (
-        (c.q_size + 2 * c.kv_size, c.hidden),
-        (c.hidden, c.q_size),
-        (2 * round_up(c.intermediate), c.hidden),
-        (c.hidden, c.intermediate),
-    )
-    tables = [(c.vocab_size, c.hidden)] * (1 if c.tied else 2)
-    return room([packed_bytes(n, k, form) for n, k in (*layer * c.layers, *tables)])
 
 
 def interleave(gate_up: torch.Tensor) -> torch.Tensor:
