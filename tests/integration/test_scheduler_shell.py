@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.scheduler.admission import ExpectedOutput
 from services.scheduler.core import Core, Rules
+from services.scheduler.fetching import FetchRules
 from services.scheduler.policy import ContinuousPolicy
 from services.scheduler.report import CoreMetrics, stats
 from services.scheduler.shell import Shell
@@ -62,13 +63,15 @@ class Parts:
         self.broker = MemoryBroker()
         self.store: Store = MemoryStore()
         self.cores: dict[str, Core] = {}
+        self.workers: dict[str, WorkerService] = {}
+        self.fetch = FetchRules()
         self._running: dict[str, tuple[asyncio.Event, asyncio.Task[None], MemoryBus]] = {}
 
     async def start_scheduler(self, owner: str) -> Core:
         bus = self.broker.connect()
         core = Core(
             owner,
-            Rules(MODEL),
+            Rules(MODEL, fetch=self.fetch),
             ContinuousPolicy(),
             ExpectedOutput(),
             rng=random.Random(1),
@@ -85,6 +88,7 @@ class Parts:
         bus = self.broker.connect()
         identity = Identity(name, MODEL, time.time_ns() // 1000, settings.slots, settings.max_step_tokens)
         worker = WorkerService(bus, make_runner(settings), identity, CollectorRegistry())
+        self.workers[name] = worker
         stopping = asyncio.Event()
         self._running[name] = stopping, asyncio.create_task(worker.run(stopping)), bus
         await worker.ready.wait()
@@ -227,30 +231,39 @@ async def test_without_a_store_the_mesh_serves_all_the_same():
         assert len(stream.ids) == 20
 
 
-async def test_a_waiting_request_is_looked_up_in_the_shared_index():
-    async with mesh("w0", "w1") as (parts, client):
+class Index(MemoryStore):
+    """Says that a tier holds every chain, or does not answer in time."""
+
+    def __init__(self, slow: bool = False) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self._slow = slow
+
+    async def longest_prefix(self, model: str, hashes: Sequence[bytes]) -> dict[str, int]:
+        self.asked.append(len(hashes))
+        if self._slow:
+            await asyncio.sleep(30)
+        return {"tier-k0": len(hashes)}
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["forged", "silent"])
+async def test_what_the_index_says_wrongly_or_late_of_a_tier_costs_a_moment(slow: bool):
+    async with mesh("w0") as (parts, client):
+        index = parts.store = Index(slow)
+        parts.fetch = FetchRules(lookup_worth=0.0, share=1e9)
         core = await parts.start_scheduler("s0")
-        await ended(ask(client, "warm"))
+        (reference,) = ask(client, "reference", salt="a")
+        await ended([reference])
+        parts.workers["w0"].tier_changed("tier-k0", 1e-4, 1e-4)
         async with asyncio.timeout(5):
-            while len(core.fleet.choices) < 2:
-                await asyncio.sleep(0.01)
-        core.planner.max_running = 1
-        busy = ask(client, "busy0", tokens=2000) + ask(client, "busy1", tokens=2000)
-        async with asyncio.timeout(5):
-            while not all(stream.ids for stream in busy):
+            while not core.fleet.choices[0].info.tier:
                 await asyncio.sleep(0.005)
-        number = await parts.store.index_begin(MODEL, "w1", 1)
-        waiting = ask(client, "waiting")
-        async with asyncio.timeout(5):
-            while (sequence := core.desk.waiting("c0", "waiting")) is None:
-                await asyncio.sleep(0.001)
-        await parts.store.index_add(MODEL, number, core.hashes_to_look_up("c0", "waiting"))
-        second = ask(client, "second")
-        async with asyncio.timeout(5):
-            while (sequence := core.desk.waiting("c0", "second")) is None or not sequence.request.hints:
-                await asyncio.sleep(0.001)
-        assert sequence.request.hints == {"w1": 2}
-        await ended([*busy, *waiting, *second])
+        (stream,) = ask(client, "r", salt="b")
+        await ended([stream])
+        assert index.asked == [2]
+        assert stream.ids == reference.ids
+        assert core.counters.fetches == core.counters.fetches_short == (0 if slow else 1)
+        core.check()
 
 
 async def test_a_core_that_fails_ends_the_process_and_a_restarted_one_goes_on():

@@ -11,7 +11,6 @@ import zlib
 from collections import deque
 from typing import Any
 
-import msgspec
 import numpy as np
 from sim_tier import ROW
 from sim_world import Node, Redis, World
@@ -137,8 +136,6 @@ class WorkerNode(Node):
                          info.max_len, VOCAB, 64, info.prefill_tok_s, info.decode_step_s, tier=tier,
                          tier_fixed_s=mesh.step_s / 50, tier_block_s=mesh.step_s / 100)
         )  # fmt: skip
-        self.told: list[Fetched] = []
-        """Fetches of this session that ended."""
         self.last = self.born
         self.queue: deque[Step] = deque()
         self.busy = False
@@ -154,8 +151,7 @@ class WorkerNode(Node):
         return self.last
 
     def _beat(self) -> None:
-        beat = msgspec.structs.replace(self.session.beat(), fetched=self.told[-8:])
-        self.mesh.to_schedulers(self, beat)
+        self.mesh.to_schedulers(self, self.session.beat())
 
     def on_step(self, frame: Step) -> None:
         _, reaction = self.session.on_step(frame, self.world.now)
@@ -174,7 +170,6 @@ class WorkerNode(Node):
             return self._claimed(False, incarnation, claim.claim_id, [], 0)
         if verdict is ClaimVerdict.ACCEPTED:
             self.queue.clear()
-            self.told.clear()
             self.compute.session = incarnation
             blocks, after = self.compute.begin()
         else:
@@ -258,8 +253,8 @@ class WorkerNode(Node):
             self.executor.kv[block] = -7
         for block, content in zip(fetch.blocks, found):
             self.executor.kv[block] = content
-        if self.compute.batch.fetched(fetch.op, len(found)):
-            self.told.append(Fetched(fetch.op, len(found)))
+        self.compute.batch.fetched(fetch.op, len(found))
+        if self.session.on_fetched(session, Fetched(fetch.op, len(found))):
             self._beat()
 
     def _react(self, reaction: Reaction) -> None:
