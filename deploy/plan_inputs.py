@@ -75,7 +75,8 @@ def model_named(name: str, context: int | None) -> ModelSizes:
         return _from_file(_hub_config(name), context, name)
     raise BadModel(
         f"no model {name!r}: it is neither a folder, a {_CONFIG}, a .gguf file, a name in the cache nor "
-        f"known. Known: {known_names()}. For the Hugging Face hub write org/name; without a model give --params 10B"
+        f"known. Known: {known_names()}. For the Hugging Face hub write org/name; "
+        "without a model give --params 10B"
     )
 
 
@@ -166,8 +167,7 @@ def _measured() -> Device:
         )
     found = json.loads(done.stdout)
     if found["kind"] == "cpu":
-        plan_machine.remember(found["read_gb_s"], found["matmul_gf_s"])
-        return plan_machine.this_machine()
+        return plan_machine.measured(found["read_gb_s"], found["matmul_gf_s"], found["undisturbed"])
     described = {
         "name": found["name"],
         "memory_gb": found["memory_bytes"] / 1e9,

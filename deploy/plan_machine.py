@@ -22,7 +22,9 @@ _INT8_TIMES = 1.2
 """8-bit integer products are so many times as fast as float32 ones, whole steps (docs/benchmarks.md)."""
 _NETWORK_B_S, _NETWORK_S = 0.125e9, 100e-6
 """Between machines, if nothing is said: 1 Gbit/s."""
-_RUNTIME_BYTES = 400 << 20
+_RUNTIME_BYTES = 320 << 20
+_UNDISTURBED = 0.85
+"""Share of the time measured that a process must have had its cores, for the result to be remembered."""
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -32,27 +34,32 @@ class Rates(msgspec.Struct, frozen=True):
     matmul_gf_s: float
 
 
-def remember(read_gb_s: float, matmul_gf_s: float) -> None:
-    """For later plans, until the CPU or the number of cores changes."""
-    _memory().keep(Rates(read_gb_s, matmul_gf_s))
+def measured(read_gb_s: float, matmul_gf_s: float, undisturbed: float) -> Device:
+    """This machine with these rates, which this process had its cores for in a share `undisturbed` of the time.
+
+    If that was most of it, later plans take them, too, until the CPU or the number of cores changes.
+    """
+    rates = Rates(read_gb_s, matmul_gf_s)
+    if undisturbed >= _UNDISTURBED:
+        _memory().keep(rates)
+        return _with(rates, "measured now")
+    return _with(rates, "measured now, while others wanted the cores: not remembered")
 
 
 def this_machine() -> Device:
     """Works without torch; rates that nobody measured are assumed, and said to be."""
+    if (rates := _memory().recall()) is not None:
+        return _with(rates, "measured here earlier")
     cores = len(os.sched_getaffinity(0))
-    room = room_here()
-    rates = _memory().recall()
-    assumed = rates is None
-    if rates is None:
-        read = _READ_B_S * min(cores, _MOST_READING)
-        rates = Rates(read / 1e9, _OPERATIONS * cores * _cycles() / 1e9)
-    told = (
-        "rates are assumed, as nothing was measured here: run `hortator plan --device measured` once"
-        if assumed
-        else f"measured here: {rates.read_gb_s:.1f} GB/s read, float32 products {rates.matmul_gf_s:.0f} GF/s"
-    )
-    origin = f"{told}; memory is what is {room.origin}"
-    reach = replace(CPU_REACH, origin="those measured, above assumed rates") if assumed else CPU_REACH
+    read_b_s = _READ_B_S * min(cores, _MOST_READING)
+    rates = Rates(read_b_s / 1e9, _OPERATIONS * cores * _cycles() / 1e9)
+    found = _with(rates, "assumed, as nothing was measured: `hortator plan --device measured` does it once")
+    return replace(found, reach=replace(CPU_REACH, origin="as measured elsewhere, of rates that are assumed"))
+
+
+def _with(rates: Rates, origin: str) -> Device:
+    cores, room = len(os.sched_getaffinity(0)), room_here()
+    told = f"{rates.read_gb_s:.1f} GB/s read and {rates.matmul_gf_s:.0f} GF/s in float32 products"
     return Device(
         name=f"this machine ({cores} core{'s' * (cores > 1)})",
         memory_bytes=room.bytes,
@@ -64,8 +71,8 @@ def this_machine() -> Device:
         kind="cpu",
         runtime_bytes=_RUNTIME_BYTES,
         threads=cores,
-        source=origin,
-        reach=reach,
+        source=f"{told}, {origin}; memory is what is {room.origin}",
+        reach=CPU_REACH,
     )
 
 

@@ -1,16 +1,21 @@
 """A plan for people: what is asked, the ledger, the arithmetic, the options, what to do, what it rests on."""
 
+from collections.abc import Iterable
+
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
+from services.worker.memory.ledger import Ledger
 from services.worker.memory.options import COMFORT, Option
 from services.worker.memory.plan import Plan, named
 from services.worker.memory.recommend import gb, ms
 from services.worker.memory.sizes import said
 
-_WIDTH = 110
-_RANKS_SHOWN = 8
+_WIDTH = 116
+_KINDS_SHOWN = 4
 
 
 def show(plan: Plan) -> None:
@@ -21,16 +26,12 @@ def show(plan: Plan) -> None:
     _head(console, plan)
     console.print(_ledger(plan))
     console.print("[bold]arithmetic[/bold]")
-    for line in plan.arithmetic():
-        console.print(f"  {line}", markup=False)
-    if plan.block is not None:
-        console.print(f"  blocks: {plan.block.describe()}", markup=False)
+    _list(console, plan.arithmetic())
     console.print()
     console.print(_options(plan))
     _advice(console, plan)
     console.print("[bold]what this rests on[/bold]")
-    for line in plan.assumptions():
-        console.print(f"  - {line}", markup=False)
+    _list(console, plan.assumptions())
 
 
 def _head(console: Console, plan: Plan) -> None:
@@ -48,8 +49,13 @@ def _head(console: Console, plan: Plan) -> None:
     console.print()
 
 
+def _list(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
+
+
 def _ledger(plan: Plan) -> Table:
-    """Classes as rows, ranks as columns; of many ranks the first and the fullest, and all together."""
+    """Classes as rows; ranks as columns, those that take the same as one, and all together."""
     option = plan.planned
     layout = option.layout
     table = Table(
@@ -59,15 +65,11 @@ def _ledger(plan: Plan) -> Table:
         box=box.SIMPLE_HEAD,
         show_footer=True,
     )
-    ranks = dict(enumerate(option.ranks))
-    if len(ranks) > _RANKS_SHOWN:
-        fullest = option.ranks.index(option.fullest)
-        ranks = {0: option.ranks[0], fullest: option.fullest}
-    each = f"{layout.replicas} × " if layout.replicas > 1 else ""
-    table.add_column("class", footer="of the device")
-    for number, ledger in ranks.items():
+    ranks = _alike(option)
+    table.add_column("class", footer="of the device", no_wrap=True)
+    for heading, ledger in ranks.items():
         used = ledger.total_bytes / option.memory_bytes
-        table.add_column(f"{each}rank {number}", footer=f"{used:.1%}", justify="right")
+        table.add_column(heading, footer=f"{used:.1%}", justify="right")
     if layout.devices > 1:
         table.add_column(f"all {layout.devices} ranks", justify="right")
     columns = [named(ledger) for ledger in ranks.values()]
@@ -81,16 +83,33 @@ def _ledger(plan: Plan) -> Table:
     return table
 
 
+def _alike(option: Option) -> dict[str, Ledger]:
+    """Heading → ledger of the ranks that take the same; of many kinds the fullest and the emptiest."""
+    kinds: dict[Ledger, list[int]] = {}
+    for rank, ledger in enumerate(option.ranks):
+        kinds.setdefault(ledger, []).append(rank)
+    shown = list(kinds)
+    if len(shown) > _KINDS_SHOWN:
+        shown.sort(key=lambda ledger: ledger.total_bytes)
+        shown = [shown[-1], shown[0]]
+    found = {}
+    for ledger in shown:
+        ranks = kinds[ledger]
+        runs = len(ranks) > 1 and ranks[-1] - ranks[0] + 1 == len(ranks)
+        numbers = f"{ranks[0]}-{ranks[-1]}" if runs else ", ".join(map(str, ranks))
+        each = f"each of {option.layout.replicas}: " if option.layout.replicas > 1 else ""
+        found[f"{each}rank{'s' * (len(ranks) > 1)} {numbers}"] = ledger
+    return found
+
+
 def _options(plan: Plan) -> Table:
     table = Table(
         title="options, side by side", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
     )
-    table.add_column("devices as")
-    for heading in (
-        *("devices", "fullest rank", "of it", "most seqs", "step", "comm/comp", "prompt tok/s", "tok/s"),
-    ):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+    table.add_column("devices as", no_wrap=True)
+    for heading in ("#", "rank takes", "of it", "max seqs", "step", "comm", "prompt/s", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for option in plan.options:
         chosen = option is plan.recommendation.option
         table.add_row(*_row(option), "← this" if chosen else _mark(option), style="bold" if chosen else "")
@@ -122,13 +141,13 @@ def _mark(option: Option) -> str:
 def _advice(console: Console, plan: Plan) -> None:
     advice = plan.recommendation
     console.print(f"[bold]{_plain(advice.sentence)}[/bold]")
-    for reason in advice.reasons:
-        console.print(f"  - {reason}", markup=False)
+    _list(console, advice.reasons)
     if (command := up_command(plan)) is not None:
         console.print(f"  {command}", markup=False, soft_wrap=True)
     console.print(
-        f"  step: every sequence gets a token; tok/s: generated, prompts of new sequences included; at most "
-        f"{COMFORT:.0%} of a device is planned for",
+        f"  rank takes: the fullest one; max seqs: in {COMFORT:.0%} of the memory; step: a token for every "
+        "sequence; comm: messages over computing; prompt/s: tokens of prompts alone; tokens/s: generated, with "
+        "the prompts of sequences that follow",
         markup=False,
     )
     console.print()

@@ -77,7 +77,8 @@ def _best_on(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure and print: kind, name, memory_bytes and the two rates."""
+    """Measure and print: kind, the two rates and, of a GPU, its name and memory_bytes; of a CPU `undisturbed`,
+    the share of the time in which this process had all its cores."""
     if torch.cuda.is_available():
         peaks, memory = measure_gpu(), torch.cuda.get_device_properties(0).total_memory
         found: dict[str, object] = {
@@ -86,8 +87,11 @@ def main() -> None:
             "memory_bytes": memory,
         }
     else:
-        peaks = measure_peaks(len(os.sched_getaffinity(0)))
-        found = {"kind": "cpu"}
+        threads = len(os.sched_getaffinity(0))
+        begun, busy = time.perf_counter(), time.process_time()
+        peaks = measure_peaks(threads)
+        share = (time.process_time() - busy) / (threads * (time.perf_counter() - begun))
+        found = {"kind": "cpu", "undisturbed": min(1.0, share)}
     found |= {"read_gb_s": peaks.read_gb_s, "matmul_gf_s": peaks.matmul_gf_s}
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -4,6 +4,7 @@ Data parallel: instances that know nothing of each other. Tensor parallel: every
 layer. Pipeline parallel: every rank computes some layers; for comparison only, the engine does not serve it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -20,7 +21,7 @@ COMFORT = 0.95
 than expected."""
 MOST_DEVICES = 4096
 _MOST_SEQUENCES = 1 << 20
-_DEGREES = (*range(1, 9), *(1 << i for i in range(4, 13)))
+_DEGREES = (*range(1, 65), *(1 << i for i in range(7, 13)))
 
 FITS, TIGHT, TOO_BIG = "fits", "does not fit comfortably", "does not fit"
 
@@ -133,6 +134,20 @@ def options(model: ModelSizes, device: Device, demand: Demand, count: int, tp: i
         except ValueError:  # more ranks than heads or layers
             continue
     return tuple(found)
+
+
+def nearest(found: Sequence[Option]) -> Option:
+    """Of those that the engine can run, the one that is nearest to fitting."""
+    return min((option for option in found if option.served), key=lambda option: option.used)
+
+
+def wider_option(model: ModelSizes, device: Device, demand: Demand, chosen: Option) -> Option | None:
+    """An instance of `chosen` with twice as many ranks, or None where the model cannot be split so."""
+    layout = Layout(chosen.layout.replicas, 2 * chosen.layout.tp)
+    try:
+        return option(model, device, demand, layout)
+    except ValueError:
+        return None
 
 
 def layouts_of(count: int, island: int) -> list[Layout]:

@@ -7,8 +7,8 @@ from services.worker.memory.block_size import BlockChoice
 from services.worker.memory.devices import Device
 from services.worker.memory.footprint import Demand, block_choice, blocks_of
 from services.worker.memory.ledger import Ledger
-from services.worker.memory.options import Option, fewest_devices, options
-from services.worker.memory.recommend import Recommendation, gb, recommend
+from services.worker.memory.options import Option, fewest_devices, nearest, options, wider_option
+from services.worker.memory.recommend import Recommendation, choose, gb, recommend, refuse
 from services.worker.memory.sizes import ModelSizes
 
 
@@ -21,18 +21,11 @@ class Plan:
     count: int
     demand: Demand
     options: tuple[Option, ...]
+    planned: Option
+    """Whose ledger is shown: what is recommended, or comes nearest to fitting."""
     recommendation: Recommendation
     block: BlockChoice | None
-    tp: int = 0
-    """Ranks that were asked for; 0: none in particular."""
-
-    @property
-    def planned(self) -> Option:
-        """The option whose ledger is shown: the recommended one, or the one that comes nearest to fitting."""
-        if self.recommendation.option is not None:
-            return self.recommendation.option
-        served = [option for option in self.options if option.served]
-        return min(served, key=lambda option: option.used)
+    """None where there is no KV."""
 
     @property
     def ledger(self) -> Ledger:
@@ -97,6 +90,7 @@ class Plan:
         lines = [_weights(m, demand, total.weights_bytes, layout.replicas, layout.ranks)]
         if self.block is not None:
             lines += self._kv_lines()
+            lines.append(f"blocks: {self.block.describe()}")
         ranks = f"{layout.devices} × " if layout.devices > 1 else ""
         lines += [
             f"activations {gb(total.activation_bytes)}: a step of {demand.step_tokens:,} tokens, and logits "
@@ -160,12 +154,15 @@ def make_plan(
 ) -> Plan:
     """Raises ValueError where the model cannot be split into `tp`."""
     found = options(model, device, demand, count, tp)
-    fits = any(option.fits and option.served for option in found)
-    needs = None if fits else fewest_devices(model, device, demand, tp)
-    advice = recommend(found, device, demand, count, gap_s, needs)
-    plan = Plan(model, device, count, demand, found, advice, None, tp)
+    chosen = choose(found, gap_s)
+    if chosen is None:
+        advice = refuse(found, device, demand, count, fewest_devices(model, device, demand, tp))
+    else:
+        wider = wider_option(model, device, demand, chosen)
+        advice = recommend(chosen, None if tp else found[0], wider, device, count, gap_s)
+    planned = chosen or nearest(found)
     return Plan(
-        model, device, count, demand, found, advice, block_choice(model, demand, plan.planned.layout.tp), tp
+        model, device, count, demand, found, planned, advice, block_choice(model, demand, planned.layout.tp)
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from services.worker.memory.devices import Device
 from services.worker.memory.footprint import Demand, Layout
-from services.worker.memory.options import COMFORT, FITS, Option
+from services.worker.memory.options import COMFORT, FITS, Option, nearest
 from services.worker.parallel.advice import MOST_SHARE
 
 PAYS = 0.7
@@ -43,32 +43,27 @@ class Recommendation:
         }
 
 
-def recommend(
-    options: Sequence[Option],
-    device: Device,
-    demand: Demand,
-    count: int,
-    gap_s: float,
-    needs: tuple[int, Layout] | None,
-) -> Recommendation:
-    """The fewest devices that fit and take at most `gap_s` for a step; if none is so fast, the fastest.
-
-    `needs` is what `fewest_devices` found, for where nothing fits on `count` of them.
-    """
+def choose(options: Sequence[Option], gap_s: float) -> Option | None:
+    """The fewest devices that fit and take at most `gap_s` for a step; if none is so fast, the fastest; None
+    if nothing fits."""
     fitting = [option for option in options if option.fits and option.served]
-    if not fitting:
-        return _too_big(options, device, demand, count, needs)
     quick = [option for option in fitting if option.step_s <= gap_s]
-    if quick:
-        fewest = min(option.layout.devices for option in quick)
-        chosen = _best([option for option in quick if option.layout.devices == fewest])
-    else:
-        chosen = min(fitting, key=lambda option: (option.step_s, option.layout.devices))
+    if not quick:
+        return min(fitting, key=lambda o: (o.step_s, o.layout.devices), default=None)
+    fewest = min(option.layout.devices for option in quick)
+    return _best([option for option in quick if option.layout.devices == fewest])
+
+
+def recommend(
+    chosen: Option, alone: Option | None, wider: Option | None, device: Device, count: int, gap_s: float
+) -> Recommendation:
+    """To use `chosen`. `alone` is one device, if that is an option; `wider` has more ranks an instance."""
     reasons = [_memory(chosen, device), *_pace(chosen, gap_s)]
-    alone = next((option for option in options if option.layout.devices == 1), None)
-    if chosen.layout.devices > 1 and alone is not None:
+    if alone is not None and alone is not chosen:
         reasons.append(_why_not_alone(alone, device, gap_s))
-    reasons += _further(chosen, options, count)
+    if wider is not None:
+        reasons += _more_ranks(chosen, wider)
+    reasons += _spare(chosen, count)
     return Recommendation(_kind(chosen), chosen, _sentence(chosen, device, count), tuple(reasons))
 
 
@@ -87,8 +82,8 @@ def _kind(chosen: Option) -> str:
 def _sentence(chosen: Option, device: Device, count: int) -> str:
     layout = chosen.layout
     if layout.devices == 1:
-        one = "This machine is" if device.kind == "cpu" else f"One {device.name} is"
-        return f"{one} enough: do not distribute."
+        one = _devices(1, device)
+        return f"{one[0].upper()}{one[1:]} is enough: do not distribute."
     instances = f"{layout.replicas} instances of " if layout.replicas > 1 else ""
     ranks = f"{layout.tp} ranks (--tp {layout.tp})" if layout.tp > 1 else "one device each (--tp 1)"
     use = f" {layout.devices} of the {count} devices" if layout.devices < count else f" all {count} devices"
@@ -123,42 +118,39 @@ def _why_not_alone(alone: Option, device: Device, gap_s: float) -> str:
     return f"one device alone takes {ms(alone.step_s)} a step, more than {ms(gap_s)}"
 
 
-def _further(chosen: Option, options: Sequence[Option], count: int) -> list[str]:
-    """What more devices would bring."""
-    if chosen.speed is None:
+def _more_ranks(chosen: Option, wider: Option) -> list[str]:
+    if chosen.speed is None or wider.speed is None:
         return []
-    said = []
-    more = [o for o in options if o.layout.tp > chosen.layout.tp and o.layout.replicas == 1 and o.served]
-    if more:
-        wider = min(more, key=lambda option: option.layout.tp)
-        times = wider.layout.tp / chosen.layout.tp
-        gain = chosen.step_s / wider.step_s if wider.step_s else 1.0
-        share = wider.speed.decode.share if wider.speed else 0.0
-        pays = gain >= 1 + PAYS * (times - 1) and share <= MOST_SHARE
-        verdict = "would pay" if pays else "do not pay"
-        said.append(
-            f"more ranks {verdict}: {wider.layout.tp} make a step {gain:.2f} × as fast for {times:g} × as "
-            f"many, with messages taking {share:.0%} of the computing"
-        )
-    spare = count // chosen.layout.ranks
-    if spare > chosen.layout.replicas:
-        times = spare / chosen.layout.replicas
-        said.append(
-            f"{count - chosen.layout.devices} of the devices are not needed for this load; as further "
-            f"instances they would serve {times:g} × as many sequences"
-        )
-    return said
+    times = wider.layout.tp / chosen.layout.tp
+    gain, share = chosen.step_s / wider.step_s, wider.speed.decode.share
+    pays = gain >= 1 + PAYS * (times - 1) and share <= MOST_SHARE
+    verdict = "would pay if steps had to be shorter" if pays else "do not pay"
+    return [
+        f"more ranks {verdict}: {wider.layout.tp} would make a step {gain:.2f} × as fast, not {times:g} ×; "
+        f"messages would take {share:.0%} of the computing"
+    ]
 
 
-def _too_big(
+def _spare(chosen: Option, count: int) -> list[str]:
+    fit = count // chosen.layout.ranks
+    if fit <= chosen.layout.replicas:
+        return []
+    return [
+        f"{count - chosen.layout.devices} of the {count} are not needed for this load; as further instances "
+        f"they would serve {fit / chosen.layout.replicas:g} × as many sequences"
+    ]
+
+
+def refuse(
     options: Sequence[Option],
     device: Device,
     demand: Demand,
     count: int,
     needs: tuple[int, Layout] | None,
 ) -> Recommendation:
+    """That none of `options` fits. `needs` is what `fewest_devices` found."""
     served = [option for option in options if option.served]
-    near = min(served, key=lambda option: option.used)
+    near = nearest(options)
     verdict = near.verdict
     reasons = [
         f"{_at(near)} the fullest rank would take {gb(near.fullest.total_bytes)} of "
@@ -183,7 +175,7 @@ def _too_big(
         return Recommendation("does not fit", None, sentence, tuple(reasons))
     number, layout = needs
     how = f"{layout.replicas} instances of {layout.tp} ranks" if layout.replicas > 1 else f"--tp {layout.tp}"
-    sentence = f"It {verdict} on {_devices(count, device)}: it needs {number} ({how})."
+    sentence = f"It {verdict} on {_devices(count, device)}: it needs {number} of them ({how})."
     return Recommendation("does not fit", None, sentence, tuple(reasons), number)
 
 
@@ -192,6 +184,8 @@ def _at(option: Option) -> str:
 
 
 def _devices(count: int, device: Device) -> str:
+    if device.kind == "cpu":
+        return "this machine" if count == 1 else f"{count} machines like this one"
     return f"one {device.name}" if count == 1 else f"{count} × {device.name}"
 
 
