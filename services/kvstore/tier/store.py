@@ -174,7 +174,8 @@ class TierStore:
         entry = self.book.find(key)
         if entry is not None and entry.block is None:
             if key not in self._loading:
-                # Of its own: a connection that ends leaves no thread behind that fills memory given back.
+                self.book.read_begins(entry)  # until it is loaded, its segment stays
+                # A task of its own: one who gives up must not leave a thread that fills memory given back.
                 self._loading[key] = asyncio.ensure_future(self._load(entry))
             await asyncio.shield(self._loading[key])
             entry = self.book.find(key)
@@ -198,11 +199,10 @@ class TierStore:
         return entry
 
     async def _load(self, entry: Entry) -> None:
-        """From disk into memory, if there is room and it is what it was."""
+        """From disk into memory, if there is room and it is what it was. Ends the read that began before."""
         assert self._segments is not None
         assert entry.place is not None
         segments, place = self._segments, entry.place
-        self.book.read_begins(entry)
         block: Block | None = None
         try:
             block = await self._room(entry.size)
