@@ -4,6 +4,7 @@ No retries inside the client (its defaults cost 3.8 s a call when the server is 
 break in which calls fail at once, so that a black-holed server costs one time-out and not one per call.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -220,6 +221,8 @@ class RedisStore:
     async def _reach(self) -> AsyncIterator[None]:
         if time.monotonic() < self._down_until:
             raise StoreDown(self._down_reason)
+        task = asyncio.current_task()
+        cancelled = task.cancelling() if task else 0
         try:
             yield
         except redis.exceptions.NoPermissionError as error:
@@ -232,6 +235,11 @@ class RedisStore:
                 # A server that restarted has closed the other idle connections as well.
                 await self._client.connection_pool.disconnect(inuse_connections=False)
             raise StoreDown(self._down_reason) from None
+        finally:
+            # redis-py sends within `asyncio.wait_for`, which in Python 3.11 forgets a cancellation that comes
+            # as the bytes have just gone; the task would go on for ever.
+            if task and task.cancelling() > cancelled:
+                raise asyncio.CancelledError
 
 
 def _ms(seconds: float) -> int:

@@ -342,6 +342,26 @@ async def test_a_denied_command_names_the_fault_and_does_not_look_like_an_outage
         await store.close()
 
 
+async def test_a_task_that_is_cancelled_ends_whatever_its_call_was_just_doing(
+    store: Store, model: str
+) -> None:
+    row = await store.index_begin(model, "w0", 1)
+
+    async def work() -> None:
+        while True:
+            await store.index_add(model, row, CHAIN[:3])
+            await asyncio.sleep(0)
+
+    for turns in range(60):
+        task = asyncio.ensure_future(work())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=5)
+        assert done, f"cancelled after {turns} turns of the loop, it went on"
+        assert task.cancelled()
+
+
 async def _all_fail(store: RedisStore, within_s: float) -> None:
     calls = [
         lambda: store.read_lease("m"),
