@@ -12,8 +12,9 @@ from services.worker.memory.devices import BadDevice
 from services.worker.memory.footprint import KV_BYTES, Demand
 from services.worker.memory.plan import make_plan
 from services.worker.memory.sizes import BadModel, ModelSizes
-from services.worker.settings import default_kv
+from services.worker.settings import WorkerSettings, default_kv
 from shared.model import ModelError
+from shared.runtime.settings import parse_size
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -157,6 +158,8 @@ def _demand(
         kv_dtype=_kv_dtype(dtype, kind) if kv_dtype == "auto" else kv_dtype,
         reserved=reserved,
         block_tokens=block_tokens,
+        # Of a GPU it lies in the memory of its host.
+        staging_bytes=parse_size("tier_staging", WorkerSettings.tier_staging) if kind == "cpu" else 0,
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from services.worker.engine.remembered import Remembered, cpu_name
 from services.worker.engine.resident import room_here
+from services.worker.engine.runtime_memory import remembered_runtime_bytes, runtime_bytes
 from services.worker.memory.devices import CPU_REACH, Device
 
 _OPERATIONS = 16
@@ -23,6 +24,7 @@ _INT8_TIMES = 1.2
 _NETWORK_B_S, _NETWORK_S = 0.125e9, 100e-6
 """Between machines, if nothing is said: 1 Gbit/s."""
 _RUNTIME_BYTES = 320 << 20
+"""If it was never measured."""
 _UNDISTURBED = 0.85
 """Share of the time measured that a process must have had its cores, for the result to be remembered."""
 
@@ -35,10 +37,12 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 def measured(read_gb_s: float, matmul_gf_s: float, undisturbed: float) -> Device:
-    """This machine with these rates, which this process had its cores for in a share `undisturbed` of the time.
+    """This machine with these rates, measured with all cores in a share `undisturbed` of the time.
 
-    If that was most of it, later plans take them, too, until the CPU or the number of cores changes.
+    If that was most of it, later plans take them, too, until the CPU or the number of cores changes. What a
+    process takes before it has a model is measured as well, if it never was.
     """
+    runtime_bytes(len(os.sched_getaffinity(0)))
     rates = Rates(read_gb_s, matmul_gf_s)
     if undisturbed >= _UNDISTURBED:
         _memory().keep(rates)
@@ -69,7 +73,7 @@ def _with(rates: Rates, origin: str) -> Device:
         link_b_s=_NETWORK_B_S,
         link_s=_NETWORK_S,
         kind="cpu",
-        runtime_bytes=_RUNTIME_BYTES,
+        runtime_bytes=remembered_runtime_bytes(cores) or _RUNTIME_BYTES,
         threads=cores,
         source=f"{told}, {origin}; memory is what is {room.origin}",
         reach=CPU_REACH,

@@ -45,7 +45,8 @@ def _head(console: Console, plan: Plan) -> None:
         f"{reserved}; weights {demand.dtype}, KV {demand.kv_dtype}",
         markup=False,
     )
-    console.print(f"on {plan.count} × {d.name}, {gb(d.memory_bytes)} each", markup=False)
+    times = f"{plan.count} × " if plan.count > 1 else ""
+    console.print(f"on {times}{d.name} with {gb(d.memory_bytes)}", markup=False)
     console.print()
 
 
@@ -146,8 +147,8 @@ def _advice(console: Console, plan: Plan) -> None:
         console.print(f"  {command}", markup=False, soft_wrap=True)
     console.print(
         f"  rank takes: the fullest one; max seqs: in {COMFORT:.0%} of the memory; step: a token for every "
-        "sequence; comm: messages over computing; prompt/s: tokens of prompts alone; tokens/s: generated, with "
-        "the prompts of sequences that follow",
+        "sequence; comm: messages over computing; prompt/s: tokens of prompts alone; tokens/s: generated, "
+        "prompts of sequences that follow included",
         markup=False,
     )
     console.print()

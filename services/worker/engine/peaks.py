@@ -77,8 +77,8 @@ def _best_on(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure and print: kind, the two rates and, of a GPU, its name and memory_bytes; of a CPU `undisturbed`,
-    the share of the time in which this process had all its cores."""
+    """Measure and print kind and rates; of a GPU name and memory_bytes; of a CPU `undisturbed`, the share of
+    the time in which this process had all its cores."""
     if torch.cuda.is_available():
         peaks, memory = measure_gpu(), torch.cuda.get_device_properties(0).total_memory
         found: dict[str, object] = {

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from services.worker.engine.native import build
@@ -38,14 +38,14 @@ _CONFIG = {
 }
 
 
-def runtime_bytes(threads: int) -> int:
+def runtime_bytes() -> int:
     """Of a rank that computes on this CPU; remembered, or measured now, which takes some seconds."""
-    memory = Remembered(int, "memory", _circumstances(threads))
+    memory = Remembered(int, "memory", _circumstances())
     if (known := memory.recall()) is not None:
         return known
     try:
         made = subprocess.run(
-            [sys.executable, "-P", "-m", __name__, str(threads)],
+            [sys.executable, "-P", "-m", "services.worker.engine.runtime_memory"],
             capture_output=True,
             check=True,
             timeout=_LIMIT_S,
@@ -59,21 +59,27 @@ def runtime_bytes(threads: int) -> int:
     return measured
 
 
+def remembered_runtime_bytes(threads: int) -> int | None:
+    """As `runtime_bytes` if it was measured before; it works where there is no torch and no compiler, too."""
+    try:
+        return Remembered(int, "memory", _circumstances()).recall()
+    except (PackageNotFoundError, build.KernelsUnavailable):
+        return None
+
+
 _KEPT = {"HORTATOR_CACHE"}
 
 
-def _circumstances(threads: int) -> dict[str, object]:
-    libraries = {name: version(name) for name in ("hortator", "torch", "numpy", "nats-py")}
-    native = build.library_path().name
-    return libraries | {
+def _circumstances() -> dict[str, object]:
+    return {
         "what": "runtime",
         "python": platform.python_version(),
-        "native": native,
-        "threads": threads,
+        "native": build.library_path().name,
+        "libraries": {name: version(name) for name in ("hortator", "torch", "numpy", "nats-py")},
     }
 
 
-def _measure(threads: int) -> int:
+def _measure() -> int:
     import torch
     from safetensors.torch import save_file
 
@@ -87,10 +93,10 @@ def _measure(threads: int) -> int:
         (folder / "config.json").write_text(json.dumps(_CONFIG))
         shapes = expected_shapes(parse_config(_CONFIG, "config.json"))
         save_file({name: torch.ones(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
-        options = EngineOptions(kv_bytes=1 << 20, threads=threads, measure_s=0.0, runtime_bytes=0)
+        options = EngineOptions(kv_bytes=1 << 20, measure_s=0.0, runtime_bytes=0)
         account = TorchExecutor(folder, options).account
     return account.measured.runtime_bytes if account and account.measured else _GUESS
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps({"runtime_bytes": _measure(int(sys.argv[1]))}))
+    sys.stdout.write(json.dumps({"runtime_bytes": _measure()}))

@@ -235,7 +235,7 @@ def device_of(raw: object, source: str) -> Device:
 def _number(raw: Mapping[str, Any], key: str, source: str, default: float | None = None) -> float:
     value = raw.get(key, default)
     usable = isinstance(value, int | float) and not isinstance(value, bool)
-    if not usable or not math.isfinite(value) or not 0 < value <= 1e9:
+    if not usable or not math.isfinite(value) or not 1e-6 <= value <= 1e9:
         raise BadDevice(
             f"{source}: {key} must be a positive number, {_FIELDS[key]}; it is {str(value)[:60]!r}"
         )

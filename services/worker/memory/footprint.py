@@ -40,6 +40,8 @@ class Demand:
     block_tokens: int = 0
     """0: chosen by what blocks cost."""
     step_tokens: int = STEP_TOKENS
+    staging_bytes: int = 0
+    """Of each rank, for KV on its way to and from the second tier."""
 
     @property
     def kept(self) -> int:
@@ -147,6 +149,7 @@ def ledgers(model: ModelSizes, device: Device, demand: Demand, layout: Layout) -
             slots=layout.sequences(demand.concurrency),
             threads=device.threads,
             runtime_bytes=device.runtime_bytes,
+            staging_bytes=demand.staging_bytes,
         )
         return _served(model.config, layout.tp, load)
     return tuple(

@@ -193,7 +193,12 @@ def fewest_devices(
     """The least number of devices on which the load fits with room left, and how, with `tp` ranks an instance
     if asked; None: it never does."""
     best: tuple[int, Layout] | None = None
+    weights = model.parameters.matrices * demand.weight_bytes
     for degree in (tp,) if tp else _DEGREES:
+        if best and degree >= best[0]:
+            break
+        if weights > degree * device.memory_bytes:
+            continue
         try:
             most = max_concurrency(model, device, demand, Layout(tp=degree))
             if most is None:
