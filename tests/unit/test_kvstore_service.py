@@ -134,6 +134,25 @@ async def test_one_of_two_processes_writes_and_the_other_takes_over_with_the_who
             await finds(store, CHAIN, {"w0": 2})
 
 
+async def test_after_an_unseen_flush_nobody_is_taken_for_whoever_got_his_number() -> None:
+    broker, store = MemoryBroker(), MemoryStore()
+    async with running(broker, store, "k"):
+        first, second = (Instance(broker.connect(), name, CHAIN) for name in ("w0", "w1"))
+        await first.start()
+        await finds(store, CHAIN, {"w0": 3})
+        await second.start()
+        await finds(store, CHAIN, {"w0": 3, "w1": 3})
+        store.flush()
+        # The second restates first, under the number that was the first one's.
+        await second.tell(stored=[b"d"])
+        second.blocks = [*CHAIN, b"d"]
+        await until(lambda: second.asked)
+        await finds(store, second.blocks, {"w1": 4})
+        await first.tell(removed=[b"c"])
+        first.blocks = CHAIN[:2]
+        await finds(store, second.blocks, {"w0": 2, "w1": 4})
+
+
 async def test_without_a_store_it_keeps_listening_and_asks_nobody() -> None:
     broker = MemoryBroker()
     async with running(broker, None, "k") as service:
