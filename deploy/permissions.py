@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shared.subjects import EVERY_SERVICE_STATUS, KV_RESTATE, TABLE, Delivery, Subject, service_status
+from shared.subjects import EVERY_SERVICE_STATUS, TABLE, Delivery, Subject, service_status
 
 Role = Literal["gateway", "scheduler", "worker", "kvstore", "operator"]
 
@@ -43,6 +43,15 @@ SUBSCRIBERS: dict[Delivery, tuple[Role, ...]] = {
 }
 
 
+ALSO_SUBSCRIBERS: dict[str, tuple[Role, ...]] = {"KV_RESTATE": ("kvstore",)}
+"""Row of the table → further roles: kvstore speaks for its second tier as a worker does for its instance."""
+
+
+def subscribes(role: Role, name: str) -> bool:
+    """Whether a role receives what is sent on a row of the table."""
+    return role in SUBSCRIBERS[TABLE[name].delivery] or role in ALSO_SUBSCRIBERS.get(name, ())
+
+
 @dataclass(frozen=True)
 class Permissions:
     """Subjects one NATS user may publish and subscribe."""
@@ -64,9 +73,7 @@ def permissions(role: Role, user: str, instance: str = "") -> Permissions:
         return row.every().subject
 
     publish = [subject(row) for name, row in TABLE.items() if role in PUBLISHERS[name]]
-    subscribe = [subject(row) for row in TABLE.values() if role in SUBSCRIBERS[row.delivery]]
-    if role == "kvstore":  # it speaks for its second tier as a worker does for its instance
-        subscribe.append(KV_RESTATE.every().subject)
+    subscribe = [subject(row) for name, row in TABLE.items() if subscribes(role, name)]
     if role == "operator":
         publish += ["$SRV.>", EVERY_SERVICE_STATUS]
         subscribe = ["hortator.>"]

@@ -9,7 +9,7 @@ import redis.exceptions
 from nats.aio.client import Client
 from redis.asyncio import Redis
 
-from deploy.permissions import PUBLISHERS, SUBSCRIBERS
+from deploy.permissions import PUBLISHERS, subscribes
 from shared.subjects import TABLE
 from tests.support.servers import Servers, secured_servers
 
@@ -88,7 +88,7 @@ async def test_a_role_publishes_exactly_the_rows_that_are_its_own(servers, role)
 async def test_a_role_subscribes_exactly_the_rows_it_receives(servers, role):
     async with session(servers, USERS[role]) as opened:
         for name, row in TABLE.items():
-            expected = role in SUBSCRIBERS[row.delivery]
+            expected = subscribes(role, name)
             assert await opened.may_subscribe(concrete(row.template)) is expected, name
 
 

@@ -17,6 +17,7 @@ from deploy.options import (
     check_formats,
     check_group,
     check_settings,
+    check_tier,
     instance_names,
     parse_http,
     parse_settings,
@@ -26,6 +27,8 @@ from deploy.servers import free_port, port_taken
 from deploy.setup_torch import cuda_packages
 from deploy.supervisor import told_error
 from deploy.tap import decode
+from services.kvstore.settings import KvstoreSettings, tier_options
+from shared.runtime.settings import load
 
 
 def test_addresses_are_read_and_bad_ones_refused():
@@ -190,6 +193,25 @@ def test_an_instance_is_told_its_cores_and_how_to_compute(tmp_path):
     assert env["HORTATOR_KERNELS"] == "native"
     assert env["HORTATOR_DETERMINISTIC"] == "1"
     assert "HORTATOR_THREADS" not in env
+
+
+def test_a_mesh_has_a_second_tier_unless_it_is_told_otherwise(tmp_path):
+    def kvstore_of(**told):
+        options = UpOptions(run_dir=tmp_path, **told)
+        check_tier(options)
+        env = next(s for s in _specs(tmp_path, options)[1] if s.service == "kvstore").env
+        seen = {name: value for name, value in env.items() if name.startswith("HORTATOR_TIER")}
+        return tier_options(load(KvstoreSettings, seen))
+
+    usual = kvstore_of()
+    assert (usual.memory_bytes, usual.disk_bytes, usual.folder) == (512 << 20, 0, None)
+    with_disk = kvstore_of(tier_memory="1GiB", tier_disk="2GiB")
+    assert (with_disk.memory_bytes, with_disk.disk_bytes) == (1 << 30, 2 << 30)
+    assert with_disk.folder == tmp_path / "tier"
+    assert kvstore_of(tier_memory="0") is None
+    for wrong in ({"tier_memory": "lots"}, {"tier_memory": "0", "tier_disk": "1GiB"}):
+        with pytest.raises(BadOption, match="--tier-"):
+            kvstore_of(**wrong)
 
 
 def _specs(tmp_path: Path, options: UpOptions):

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from deploy.rundir import RunDir
-from deploy.status import collect, engine, engine_line, group_lines, print_for_people
+from deploy.status import collect, engine, engine_line, group_lines, print_for_people, tier_line
 from deploy.tap import wrong_subject
 from deploy.up import missing_ranks, why_not_ready
 
@@ -95,6 +95,28 @@ def test_status_fits_80_columns_whole():
     assert all(len(line) <= 80 for line in text.splitlines())
     for word in ("4194303", "123456 s", "65535", "65535/65536", "65534", "12,346", "1,234", "random words"):
         assert word in text
+
+
+def test_a_second_tier_is_told_in_one_line():
+    tier = {
+        "id": "kvstore",
+        "complete": {"m": 1200, "other": 34},
+        "memory_bytes": 400 << 20,
+        "memory_budget": 512 << 20,
+        "disk_bytes": 0,
+        "disk_budget": 0,
+        "connections": 2,
+        "hits": 90,
+        "misses": 10,
+        "corrupt": 0,
+    }
+    assert tier_line(tier) == (
+        "second tier of kvstore: 1234 blocks, 400 MiB of 512 MiB memory, 2 connection(s), "
+        "90 of 100 blocks asked for found"
+    )
+    spilled = tier | {"disk_bytes": 3 << 29, "disk_budget": 2 << 40, "corrupt": 1}
+    assert "1.5 GiB of 2 TiB disk" in tier_line(spilled)
+    assert tier_line(spilled).endswith("found, 1 corrupt")
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed", "ready"])
