@@ -21,9 +21,6 @@ from services.worker.memory.sizes import (
 from shared.model.cache import ModelCache
 from shared.model.catalog import find, known_names
 from shared.model.conversion import key_of_catalog
-from shared.model.gguf_config import config_of
-from shared.model.gguf_reader import read_gguf
-from shared.model.gguf_shards import shard_files
 
 _MOST_BYTES = 16 << 20
 """Of a config.json."""
@@ -126,6 +123,16 @@ def _from_file(path: Path, context: int | None, name: str) -> ModelSizes:
 
 def _from_gguf(path: Path, context: int | None) -> ModelSizes:
     """By its header; weights are not read."""
+    try:
+        from shared.model.gguf_config import config_of
+        from shared.model.gguf_reader import read_gguf
+    except ImportError as error:
+        raise BadModel(
+            f"reading {path.name} needs the package {error.name}: pip install 'hortator[worker]', or give "
+            f"the model's {_CONFIG}"
+        ) from None
+    from shared.model.gguf_shards import shard_files
+
     parts = [read_gguf(file) for file in shard_files(path)]
     shapes = {tensor.name: tensor.shape for part in parts for tensor in part.tensors}
     meta = dict(parts[0].meta)

@@ -42,7 +42,7 @@ def measured(read_gb_s: float, matmul_gf_s: float, undisturbed: float) -> Device
     If that was most of it, later plans take them, too, until the CPU or the number of cores changes. What a
     process takes before it has a model is measured as well, if it never was.
     """
-    runtime_bytes(len(os.sched_getaffinity(0)))
+    runtime_bytes()
     rates = Rates(read_gb_s, matmul_gf_s)
     if undisturbed >= _UNDISTURBED:
         _memory().keep(rates)
@@ -73,7 +73,7 @@ def _with(rates: Rates, origin: str) -> Device:
         link_b_s=_NETWORK_B_S,
         link_s=_NETWORK_S,
         kind="cpu",
-        runtime_bytes=remembered_runtime_bytes(cores) or _RUNTIME_BYTES,
+        runtime_bytes=remembered_runtime_bytes() or _RUNTIME_BYTES,
         threads=cores,
         source=f"{told}, {origin}; memory is what is {room.origin}",
         reach=CPU_REACH,
