@@ -7,7 +7,10 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from services.worker.engine.runtime_memory import runtime_bytes
 from services.worker.executors import UNSERVABLE, make_runner
+from services.worker.fit import fitted
+from services.worker.group.layout import layout_of
 from services.worker.group.node import run_node
 from services.worker.service import Identity, WorkerService
 from services.worker.settings import WorkerSettings
@@ -58,6 +61,9 @@ def main() -> None:
     settings = load(WorkerSettings)
     if settings.model_dir:
         settings = replace(settings, model_dir=str(model_folder(Path(settings.model_dir))))
+    if settings.tp > 1:
+        layout_of(settings)
+    settings = fitted(settings, runtime_bytes)
     if settings.node_rank:
         raise SystemExit(run_node(settings))
     run(settings, "worker", serve)

@@ -20,6 +20,7 @@ from services.worker.collective.port import GroupLost
 from services.worker.faults import FrameFault
 from services.worker.slots import AppliedStep, Batch, goes_on
 from services.worker.step import (
+    AccountedExecutor,
     Computed,
     Executor,
     GroupedExecutor,
@@ -107,6 +108,10 @@ class Relay(Protocol):
         ...
 
     def detail(self) -> dict[str, str]: ...
+
+    def memory(self) -> list[dict[str, Any]]:
+        """What the other ranks told of theirs when they were built."""
+        ...
 
     def close(self) -> None: ...
 
@@ -280,6 +285,11 @@ class Compute:
     def report(self) -> dict[str, Any]:
         """How the group communicates; empty of a rank alone. From any thread."""
         return {} if self.relay is None or self._tuned is None else self._tuned.report()
+
+    def memory(self) -> list[dict[str, Any]]:
+        """What each rank takes, rank 0 first; none of executors that keep no account."""
+        own = self.executor.memory() if isinstance(self.executor, AccountedExecutor) else {}
+        return [own, *([] if self.relay is None else self.relay.memory())] if own else []
 
     def explained(self, error: BaseException) -> BaseException:
         """`error`, or what is known of it where it is the loss of the group."""

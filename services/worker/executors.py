@@ -26,6 +26,9 @@ from shared.runtime.settings import SettingsError, parse_size
 UNSERVABLE = (ModelError, KernelsUnavailable, ValueError, OSError)
 """What building an executor raises where a person has to mend something: weights, formats, sizes."""
 
+MOCK_BLOCK_TOKENS = 16
+"""Of a mock that is told none: its blocks cost nothing, whatever their size."""
+
 MOCK_MAX_LEN = 8192
 """Context of a mock for which neither settings nor a model folder name one."""
 
@@ -89,7 +92,7 @@ def mock_executor(settings: WorkerSettings, costs: MockCosts, collective: Collec
         vocab_size, max_len = _read_config(Path(settings.model_dir))
     info = ExecutorInfo(
         fingerprint=f"mock-{vocab_size}",
-        block_tokens=settings.block_tokens,
+        block_tokens=settings.block_tokens or MOCK_BLOCK_TOKENS,
         blocks_total=settings.mock_blocks,
         max_len=min(settings.max_len or max_len, max_len)
         if settings.model_dir
@@ -104,6 +107,7 @@ def mock_executor(settings: WorkerSettings, costs: MockCosts, collective: Collec
 
 def torch_executor(settings: WorkerSettings, collective: Collective = LOOPBACK) -> Executor:
     from services.worker.engine.executor import EngineOptions, TorchExecutor
+    from services.worker.engine.runtime_memory import runtime_bytes
 
     return TorchExecutor(
         Path(settings.model_dir),
@@ -119,6 +123,9 @@ def torch_executor(settings: WorkerSettings, collective: Collective = LOOPBACK) 
             cores=parse_cores(settings.cores),
             deterministic=settings.deterministic,
             most_tokens=settings.max_step_tokens,
+            slots=settings.slots,
+            runtime_bytes=runtime_bytes(),
+            staging_bytes=parse_size("tier_staging", settings.tier_staging),
         ),
         collective,
     )

@@ -36,6 +36,7 @@ class WorkerMetrics:
         self._ran_before = 0
         self._group = _GroupMetrics(registry)
         self._tier = _TierMetrics(registry)
+        self._memory = _MemoryMetrics(registry)
 
     def frame(self, verdict: Verdict) -> None:
         self._frames[verdict].inc()
@@ -61,6 +62,16 @@ class WorkerMetrics:
         if report:
             self._group.update(report)
 
+    def memory(self, report: dict[str, Any]) -> None:
+        """The ledgers of all ranks; empty of an instance that keeps none."""
+        if report:
+            self._memory.update(report)
+
+    def memory_now(self, now: dict[str, Any]) -> None:
+        """What rank 0 has and may still take; empty where the system does not tell."""
+        if now:
+            self._memory.now(now)
+
     def tier(self, report: dict[str, Any]) -> None:
         """What rank 0 tells of its traffic with the second tier; empty if it has none."""
         if report:
@@ -72,6 +83,36 @@ class WorkerMetrics:
 
     def session_broke(self) -> None:
         self._broken.inc()
+
+
+class _MemoryMetrics:
+    """Bytes by class, predicted and measured."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ledger = Gauge(
+            "hortator_worker_memory_bytes",
+            "Memory of a rank by class, as predicted and as measured at its start",
+            ["rank", "kind", "class"],
+            registry=registry,
+        )
+        self._resident = Gauge(
+            "hortator_worker_resident_bytes", "Memory that rank 0 has now", registry=registry
+        )
+        self._free = Gauge(
+            "hortator_worker_free_bytes",
+            "Memory that rank 0 may still take, of its machine and control group",
+            registry=registry,
+        )
+
+    def update(self, report: dict[str, Any]) -> None:
+        for number, rank in enumerate(report["ranks"]):
+            for kind in ("predicted", "measured"):
+                for name, count in (rank[kind] or {}).items():
+                    self._ledger.labels(str(number), kind, name.removesuffix("_bytes")).set(count)
+
+    def now(self, now: dict[str, Any]) -> None:
+        self._resident.set(now["resident_bytes"])
+        self._free.set(now["free_bytes"])
 
 
 class _TierMetrics:

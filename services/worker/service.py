@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.compute import BrokenSession, Compute, FetchEnd, Outcome
 from services.worker.gate import ClaimVerdict
+from services.worker.holdings import Holdings
 from services.worker.metrics import WorkerMetrics
 from services.worker.runner import Runner, answer_of
 from services.worker.session import Reaction, Session
@@ -75,6 +76,7 @@ class WorkerService:
         self._current: Session | None = None
         self._tier: TierDesk | None = None
         self._group: Callable[[], dict[str, Any]] = dict
+        self._holdings = Holdings()
         self._kv_changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._over = asyncio.Event()
@@ -101,6 +103,10 @@ class WorkerService:
         compute = started.result()
         self._current = Session(self._info(compute))
         self._group = compute.report
+        self._holdings = Holdings(compute.memory())
+        for text in self._holdings.warnings():
+            self._log.warning("memory was predicted wrongly", what=text)
+        self._metrics.memory(self._holdings.report())
         self._tier = tier = TierDesk(self._runner, compute, self._identity.model, self)
         # The first beat invites a claim: by then we must listen.
         subscriptions = await self._subscribe()
@@ -143,6 +149,7 @@ class WorkerService:
             "done_seq": self._session.done_seq,
             "slots": self._running,
             "group": self._group(),
+            "memory": self._holdings.report(),
             "second_tier": {} if self._tier is None else self._tier.report(),
         }
 
@@ -300,6 +307,7 @@ class WorkerService:
         while True:
             self._say(self._session.beat())
             self._metrics.group(self._group())
+            self._metrics.memory_now(self._holdings.now())
             self._metrics.tier(self._tier.report() if self._tier else {})
             await asyncio.sleep(BEAT_S)
 

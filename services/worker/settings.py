@@ -28,7 +28,11 @@ class WorkerSettings(ServiceSettings):
     kv_dtype: Literal["", "float32", "float16", "bfloat16"] = ""
     """Of the KV blocks; empty: as `default_kv` says."""
     kv_memory: str = "512MiB"
-    """Memory of the KV blocks: a number of bytes, or with KiB, MiB, GiB, TiB."""
+    """Memory of the KV blocks: a number of bytes, or with KiB, MiB, GiB, TiB; `auto`: what `memory` leaves
+    beside everything else, on CPUs."""
+    memory: str = ""
+    """What the instance may take of this machine in all, a size as of `kv_memory`; empty: as much as is
+    available and its control group allows. Where that does not do, it does not start."""
     block_tokens: int = 16
     """Tokens a KV block holds."""
     max_slots: int = 0

@@ -64,6 +64,14 @@ def test_a_class_is_told_when_it_is_off_by_more_than_three_percent(predicted, me
     assert [each.name for each in found] == named
 
 
+def test_a_runtime_that_is_off_is_told_by_the_total_alone():
+    ledger = Ledger(runtime_bytes=200 << 20, kv_bytes=1 << 30)
+    more = dataclasses.replace(ledger, runtime_bytes=220 << 20)
+    assert differences(ledger, more) == []
+    most = dataclasses.replace(ledger, runtime_bytes=400 << 20)
+    assert [each.name for each in differences(ledger, most)] == ["total_bytes"]
+
+
 def test_a_difference_says_what_it_is_of_how_much_and_in_which_direction():
     (found, _) = differences(Ledger(kv_bytes=100 << 20), Ledger(kv_bytes=125 << 20))
     assert str(found) == "KV: measured 125.0 MiB, 20.0% more than the 100.0 MiB predicted"

@@ -96,7 +96,8 @@ class Rank:
 def weigh(rank: Rank, found: Found) -> Ledger | None:
     """What the rank takes, by computing the widest steps; all ranks of a group do so at once.
 
-    Writes into block 0.     None where the system does not tell. Raises `GroupLost`, and ValueError where KV memory cannot be had.
+    Writes into block 0. None where the system does not tell. Raises `GroupLost`, and ValueError where KV
+    memory cannot be had.
     """
     rank.kv.populate()
     give_back()

@@ -27,13 +27,14 @@ from services.worker.engine.cuda.draw import OnTheWay
 from services.worker.engine.decoder import Timed
 from services.worker.engine.device import Device
 from services.worker.engine.grouped import choose_in_group
-from services.worker.engine.kvcache import KvCache, block_choice, plan_kv
+from services.worker.engine.kvcache import KvCache, plan_kv
 from services.worker.engine.kvmemory import kv_memory_of
 from services.worker.engine.native.decoder import NativeDecoder
 from services.worker.engine.sampler import SampleRow, sample, top_logprobs
 from services.worker.engine.sharded_sampling import ShardedSampler
 from services.worker.engine.tuning import Tuning
 from services.worker.engine.weights import ModelFolder
+from services.worker.memory.block_size import choose_for
 from services.worker.memory.served import Load
 from services.worker.parallel.split import plan_shards
 from services.worker.step import (
@@ -104,7 +105,7 @@ class TorchExecutor:
         self.split = split = plan_shards(config, collective.size)
         shard = split.shards[collective.rank]
         device = Device(options.device, options.dtype)
-        blocks = block_choice(config, split, options.kv_dtype, options.block_tokens)
+        blocks = choose_for(config, split, options.kv_dtype, options.block_tokens)
         held = sum(each.kv_heads.size for each in split.shards)
         plan = plan_kv(config, options.kv_dtype, options.kv_bytes, blocks.chosen.block_tokens, held)
         own = replace(config, kv_heads=shard.kv_heads.size)

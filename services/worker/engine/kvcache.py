@@ -7,9 +7,6 @@ import torch
 
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.memory import Arena
-from services.worker.memory.block_size import BlockChoice, choose_block_tokens
-from services.worker.memory.served import kv_block_bytes
-from services.worker.parallel.split import ShardPlan
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -23,17 +20,6 @@ class KvPlan:
     block_bytes: int
     """On all ranks of a group together."""
     blocks: int
-
-
-def block_choice(config: ModelConfig, split: ShardPlan, kv_dtype: str, asked: int = 0) -> BlockChoice:
-    """Tokens of a block, the same on all ranks; `asked` if that is not 0. Raises ValueError."""
-    narrowest = min(shard.kv_heads.size for shard in split.shards)
-    return choose_block_tokens(
-        token_bytes=kv_block_bytes(config, narrowest, kv_dtype, 1),
-        run_bytes=config.head_dim * _DTYPE_BYTES[kv_dtype],
-        max_len=config.max_len,
-        asked=asked,
-    )
 
 
 def plan_kv(

@@ -9,8 +9,6 @@ from pathlib import Path
 _PRESENT, _SWAPPED = 1 << 63, 1 << 62
 _ENTRIES = 1 << 16
 _UNLIMITED = 1 << 60
-GROUP_MEMORY = "hortator-group"
-"""Name of the memory that ranks of a host share (`services.worker.collective.native.make_memory`)."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Resident:
     files: int
     """Mapped files, libraries above all; other processes may share them."""
     shared: int
-    """This process's share of memory that several processes write to."""
+    """This process's proportional share of memory that several write to, as ranks of a group do."""
 
     @property
     def total(self) -> int:
@@ -33,19 +31,9 @@ def resident() -> Resident:
     """Of this process. Raises OSError where the system does not tell."""
     status = _kilobytes(Path("/proc/self/status"))
     shared = status.get("RssShmem", 0)
-    return Resident(status.get("RssAnon", 0), status.get("RssFile", 0), group_memory_share() if shared else 0)
-
-
-def group_memory_share() -> int:
-    """This process's proportional share (Pss) of the memory its group exchanges messages in; 0: none."""
-    found, inside = 0, False
-    with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
-        for line in lines:
-            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-                inside = GROUP_MEMORY in line
-            elif inside and line.startswith("Pss:"):
-                found += int(line.split()[1]) << 10
-    return found
+    if shared:
+        shared = _kilobytes(Path("/proc/self/smaps_rollup")).get("Pss_Shmem", shared)
+    return Resident(status.get("RssAnon", 0), status.get("RssFile", 0), shared)
 
 
 def resident_in(address: int, size: int) -> int:
@@ -68,10 +56,12 @@ class Peak:
     what is resident when asked.
     """
 
+    _CLEAR = Path("/proc/self/clear_refs")
+
     def __init__(self) -> None:
         self.before = resident()
         try:
-            Path("/proc/self/clear_refs").write_text("5")
+            self._CLEAR.write_text("5")
             self._marked = True
         except OSError:
             self._marked = False
@@ -131,12 +121,13 @@ def _control_groups() -> list[tuple[int, str]]:
         for group in (at, *at.parents) if at != root else (root,):
             if group == root.parent:
                 break
-            if (left := _left(group, *names)) is not None:
+            if (left := left_in(group, *names)) is not None:
                 found.append((left, f"control group {group}"))
     return found
 
 
-def _left(group: Path, limit: str, usage: str, cache: str) -> int | None:
+def left_in(group: Path, limit: str, usage: str, cache: str) -> int | None:
+    """What a control group may still take, by its files of these names; None: no limit, or not told."""
     try:
         most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
         if most == "max" or int(most) >= _UNLIMITED:

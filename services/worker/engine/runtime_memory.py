@@ -59,7 +59,7 @@ def runtime_bytes() -> int:
     return measured
 
 
-def remembered_runtime_bytes(threads: int) -> int | None:
+def remembered_runtime_bytes() -> int | None:
     """As `runtime_bytes` if it was measured before; it works where there is no torch and no compiler, too."""
     try:
         return Remembered(int, "memory", _circumstances()).recall()

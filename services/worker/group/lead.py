@@ -66,6 +66,9 @@ class Lead:
         links = self._membership.links
         return {"ranks": ", ".join(pids)} | ({} if links is None else {"links": describe(links)})
 
+    def memory(self) -> list[dict[str, Any]]:
+        return [member.built.memory for member in self._members.each.values() if member.built is not None]
+
     def close(self) -> None:
         """Idempotent; the ranks have ended when it returns."""
         self._members.expect_ends()

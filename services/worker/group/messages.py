@@ -33,6 +33,8 @@ class Built(Message, frozen=True, tag="built"):
     """Its executor is there, and it follows."""
 
     facts: dict[str, str]
+    memory: dict[str, Any] = {}
+    """What it takes, as `services.worker.step.AccountedExecutor` tells."""
 
 
 class Failed(Message, frozen=True, tag="failed"):

@@ -19,6 +19,7 @@ from services.worker.group.membership import LIMIT_S, can_native
 from services.worker.group.messages import Built, Failed, Hello, Message, Part, Refusal
 from services.worker.group.place import Place, handed, met
 from services.worker.settings import WorkerSettings
+from services.worker.step import AccountedExecutor
 from shared.runtime import logs, process
 from shared.runtime.settings import CannotStart, load
 
@@ -109,7 +110,8 @@ def _serve(settings: WorkerSettings, place: Place, formed: int | None) -> None:
         tier.when(lambda key, count, us: _say(channel, Part(*key, count, us)), lambda: None)
     compute = Compute(executor, batch, tier=tier)
     membership.hurry(LIMIT_S)
-    channel.send(Built(facts_built(executor.info)))
+    memory = executor.memory() if isinstance(executor, AccountedExecutor) else {}
+    channel.send(Built(facts_built(executor.info), memory))
     if formed is not None:
         os.write(formed, b"1")
         os.close(formed)

@@ -11,6 +11,10 @@ that time.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.worker.engine.config import ModelConfig
+from services.worker.memory.served import kv_block_bytes
+from services.worker.parallel.split import ShardPlan
+
 CANDIDATES = (8, 16, 32, 64, 128)
 """Powers of two: kernels find a token's block by shifting."""
 SEQUENCE_TOKENS = 1024
@@ -85,6 +89,14 @@ def choose_block_tokens(
     # Where no size is a multiple of the granule, all are equally bad at it.
     whole = [c for c in table if c.whole_granules] or table
     return BlockChoice(min(whole, key=lambda c: c.cost), table)
+
+
+def choose_for(config: ModelConfig, split: ShardPlan, kv_dtype: str, asked: int = 0) -> BlockChoice:
+    """Tokens of a block of a served model, the same on all ranks; `asked` unless that is 0. ValueError."""
+    narrowest = min(shard.kv_heads.size for shard in split.shards)
+    token_bytes = kv_block_bytes(config, narrowest, kv_dtype, 1)
+    run_bytes = token_bytes // (2 * config.layers * narrowest)
+    return choose_block_tokens(token_bytes, run_bytes, config.max_len, asked)
 
 
 def _costs(tokens: int, token_bytes: int, run_bytes: int, max_len: int) -> BlockCosts:
