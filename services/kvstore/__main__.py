@@ -43,16 +43,16 @@ async def serve(context: ServiceContext) -> None:
             await asyncio.sleep(HEALTH_EVERY_S)
 
     watching = asyncio.ensure_future(watch())
-    working = [asyncio.ensure_future(service.run(context.stopping if tier is None else tier_over))]
-    if tier is not None:
-        working.append(asyncio.ensure_future(keep_blocks(tier)))
+    indexing = asyncio.ensure_future(service.run(context.stopping if tier is None else tier_over))
+    keeping = [] if tier is None else [asyncio.ensure_future(keep_blocks(tier))]
     try:
-        await asyncio.wait(working, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait({indexing, *keeping}, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         watching.cancel()
-        for task in working:
+        for task in keeping:
             task.cancel()
-        ended = await asyncio.gather(*working, return_exceptions=True)
+        # Not cancelled, but told to end: it may be in the midst of a word with the broker.
+        ended = await asyncio.gather(*keeping, indexing, return_exceptions=True)
     for error in ended:
         if isinstance(error, Exception):
             raise error
