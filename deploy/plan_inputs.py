@@ -6,6 +6,7 @@ Nothing is downloaded but a config.json.
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from deploy import plan_machine
@@ -21,6 +22,8 @@ from services.worker.memory.sizes import (
 from shared.model.cache import ModelCache
 from shared.model.catalog import find, known_names
 from shared.model.conversion import key_of_catalog
+from shared.model.errors import ModelError
+from shared.model.manifest import read_manifest
 
 _MOST_BYTES = 16 << 20
 """Of a config.json."""
@@ -65,9 +68,8 @@ def model_named(name: str, context: int | None) -> ModelSizes:
         return _from_gguf(path, context)
     if path.is_file() or path.suffix.lower() == ".json":
         return _from_file(path, context, path.name if path.name != _CONFIG else path.resolve().parent.name)
-    cache = ModelCache()
-    if name in cache.names():
-        return _from_file(cache.folder(name) / _CONFIG, context, name)
+    if (folder := _cached(name)) is not None:
+        return _from_file(folder / _CONFIG, context, name)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return _from_file(_hub_config(name), context, name)
     raise BadModel(
@@ -108,6 +110,16 @@ def device_named(name: str) -> Device:
                 raise
             raise BadDevice(f"--device {path} cannot be read as JSON: {str(error)[:120]}") from None
     return find_device(name)
+
+
+def _cached(name: str) -> Path | None:
+    """The imported model of that name, or of that folder name in the cache."""
+    cache = ModelCache()
+    for folder in map(cache.folder, cache.names()):
+        with suppress(ModelError):  # one damaged folder must not hide the others
+            if folder.name == name or ((known := read_manifest(folder)) and known.name == name):
+                return folder
+    return None
 
 
 def _from_file(path: Path, context: int | None, name: str) -> ModelSizes:

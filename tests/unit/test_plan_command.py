@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from deploy.plan import app
+from shared.model.manifest import write_manifest
+from tests.support.gguf_files import HIDDEN, KV_HEADS, LAYERS, weights, write
 
 ROOT = Path(__file__).parents[2]
 LLAMA_70B = {
@@ -95,6 +97,28 @@ def test_a_name_of_the_catalogue_is_planned_before_it_is_fetched(tmp_path: Path)
     assert plan["model"]["served"]
     assert plan["fits"]
     assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_models_are_found_by_the_name_they_were_imported_under(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HORTATOR_CACHE", str(tmp_path))
+    folder = tmp_path / "models" / "big-0123456789ab-v2"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B))
+    write_manifest(folder, "big", (), "gguf", "")
+    done = here("--model", "big", "--device", "H200", "--json")
+    assert json.loads(done.stdout)["model"]["parameters"] == 70_553_706_496
+
+
+def test_a_gguf_file_is_planned_by_its_header(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write(file, weights(1, "llama"))
+    done = here("--model", str(file), "--device", "L4", "--context", "256", "--json")
+    assert done.exit_code == 0, done.stderr
+    model = json.loads(done.stdout)["model"]
+    assert (model["layers"], model["hidden"], model["kv_heads"]) == (LAYERS, HIDDEN, KV_HEADS)
+    assert model["parameters"] == sum(each.size for each in weights(1, "llama").values())
 
 
 def test_the_command_line_plans_where_there_is_no_torch(tmp_path: Path) -> None:
