@@ -145,7 +145,9 @@ def _build() -> "typer.Typer":
             Literal["auto", "float32", "float16", "bfloat16"],
             typer.Option(help="KV cache; auto: on CPUs float16, but float32 for float32 weights."),
         ] = "auto",
-        kv_memory: Annotated[str, typer.Option(help="Memory for KV of each instance.")] = "512MiB",
+        kv_memory: Annotated[
+            str, typer.Option(help="Memory for KV of each instance; auto: what all else leaves.")
+        ] = "512MiB",
         tier_memory: Annotated[
             str, typer.Option(help="Memory where blocks go that instances have no room for; 0: none.")
         ] = "512MiB",

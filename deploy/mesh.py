@@ -15,7 +15,9 @@ from deploy.options import UpOptions, devices_of, group_settings, instance_names
 from deploy.rundir import RunDir
 from deploy.servers import nats_probe, redis_probe
 from deploy.supervisor import ChildSpec
-from shared.runtime.settings import OF_THE_NODE, PREFIX, as_env
+from services.worker.engine.resident import room_here
+from services.worker.fit import AUTO
+from shared.runtime.settings import OF_THE_NODE, PREFIX, as_env, parse_size
 
 _GATEWAY_GRACE_S = 8.0
 _SERVICE_GRACE_S = 4.0
@@ -163,6 +165,10 @@ def worker_settings(options: UpOptions, places: Places, cores: Sequence[int], de
         "mock": "1" if options.mock else "",
         "max_slots": str(options.max_slots or ""),
     }
+    if options.kv_memory == AUTO:
+        # They start at once, and each would find the whole machine free.
+        left = room_here().bytes - parse_size("--tier-memory", options.tier_memory)
+        settings["memory"] = str(max(0, left) // options.instances)
     if options.tp > 1:
         settings |= {k.removeprefix(PREFIX).lower(): v for k, v in as_env(group_settings(options)).items()}
         settings["threads"] = str(options.threads or "")

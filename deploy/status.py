@@ -9,6 +9,7 @@ from typing import Any
 
 from deploy.down import recorded
 from deploy.rundir import RunDir, RunDirError
+from deploy.status_memory import memory_lines
 from deploy.tap import connect
 from shared.bus.port import BusDown
 
@@ -76,9 +77,11 @@ def collect(run: RunDir, now: float | None = None) -> dict[str, Any]:
             leader = max(answers, key=lambda a: (bool(a.get("instances")), a.get("epoch", 0)), default={})
             engines = {worker.get("instance"): engine(worker.get("detail") or {}) for worker in workers}
             groups = {worker.get("instance"): worker.get("group") or {} for worker in workers}
+            memory = {worker.get("instance"): worker.get("memory") or {} for worker in workers}
             report["instances"] = [
                 {f: row.get(f) for f in INSTANCE_FIELDS}
                 | {"engine": engines.get(row.get("id")), "group": groups.get(row.get("id"), {})}
+                | {"memory": memory.get(row.get("id"), {})}
                 for row in leader.get("instances", [])
             ]
             report["tiers"] = [{"id": k.get("instance")} | k["tier"] for k in kvstores if k.get("tier")]
@@ -235,6 +238,8 @@ def print_for_people(report: dict[str, Any], console: Any) -> None:
         if row["engine"]:
             line(engine_line(row["id"], row["engine"]))
         for text in group_lines(row["id"], row.get("group") or {}):
+            line(text)
+        for text in memory_lines(row["id"], row.get("memory") or {}):
             line(text)
     for tier in report.get("tiers", ()):
         line(tier_line(tier))

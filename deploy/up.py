@@ -27,6 +27,7 @@ from deploy.processes import end, identify
 from deploy.rundir import RunDir, RunDirError, tail
 from deploy.servers import MissingServer, find_nats, find_redis, free_port, port_taken
 from deploy.supervisor import ChildSpec, StartFailed, Supervisor
+from services.worker.fit import AUTO
 from services.worker.settings import parse_bytes
 from shared.model.errors import ModelError
 from shared.model.folder import ModelFolder
@@ -71,7 +72,8 @@ def _check(options: UpOptions) -> None:
     check_group(options)
     check_formats(options)
     try:
-        parse_bytes(options.kv_memory)
+        if options.kv_memory != AUTO:
+            parse_bytes(options.kv_memory)
     except SettingsError as error:
         raise BadOption(f"--kv-memory: {error}") from None
     check_tier(options)
