@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.worker.engine.config import ModelConfig, UnsupportedModel, parse_config
 from services.worker.engine.resident import Room, room_here
-from services.worker.group.layout import layout_of
+from services.worker.group.layout import cores_here, layout_of
 from services.worker.memory.block_size import choose_for
 from services.worker.memory.ledger import Ledger, size
 from services.worker.memory.served import Load, kv_block_bytes, predict_rank
@@ -115,7 +115,7 @@ def fit_of(
         kernels="torch" if settings.kernels == "torch" else "native",
         step_tokens=settings.max_step_tokens,
         slots=settings.slots,
-        threads=settings.threads or 1,
+        threads=settings.threads or max(1, len(cores_here(settings)) // len(here)),
         runtime_bytes=runtime_bytes,
         staging_bytes=parse_size("tier_staging", settings.tier_staging),
     )

@@ -7,9 +7,8 @@ import mmap
 import torch
 
 from services.worker.engine.resident import resident_in
-from services.worker.memory.served import ALIGN
+from services.worker.memory.served import ALIGN, HUGE
 
-HUGE = 2 << 20
 _POPULATE_WRITE = 23
 # MADV_POPULATE_WRITE, which Python's mmap does not name before 3.13.
 

@@ -14,6 +14,8 @@ from services.worker.parallel.split import Shard
 PANEL = 16
 ALIGN = 64
 """Pieces of an arena begin at multiples of this."""
+HUGE = 2 << 20
+"""Arenas get pages of this size."""
 LOGITS_KEPT = 256
 """Rows of logits that native kernels keep room for at most."""
 CUDA_ROWS = 256
@@ -149,14 +151,12 @@ def native_widths(c: ModelConfig) -> tuple[int, ...]:
 
 
 def native_scratch_bytes(c: ModelConfig, shard: Shard, load: Load) -> int:
-    """What a team's threads keep: each for attention and drawing, all together the states of long attention
-    that is cut into pieces, of the step that has most of them."""
+    """What a team keeps for attention: each thread its own, all together the states of long attention that is
+    cut into pieces, of the step that has most of them."""
     group = max(shard.groups)
     queries = max(1, _TILE_QUERIES // group) * group
     attention = queries * (c.head_dim + _UNIT) + 2 * _RUN * c.head_dim + 2 * queries * (c.head_dim + 2)
-    drawing = 2 * _up(c.vocab_size, _SHARE) if shard.whole else 0
-    each = 4 * (max(attention, drawing) + 16)
-    return load.threads * each + state_bytes(c, shard, load)
+    return load.threads * 4 * (attention + 16) + state_bytes(c, shard, load)
 
 
 def state_bytes(c: ModelConfig, shard: Shard, load: Load) -> int:
@@ -193,12 +193,16 @@ def _native(c: ModelConfig, shard: Shard, load: Load) -> tuple[int, int, int]:
     logits = min(load.slots, load.step_tokens)
     buffers = native_buffer_bytes(c, load.dtype, load.step_tokens, logits)
     weights = native_weight_bytes(c, load.dtype)
-    return weights, buffers + _sampling_bytes(c, shard, logits), native_scratch_bytes(c, shard, load)
+    activations = _up(buffers, HUGE) + _sampling_bytes(c, shard, logits, load.threads)
+    return weights, activations, native_scratch_bytes(c, shard, load)
 
 
-def _sampling_bytes(c: ModelConfig, shard: Shard, rows: int) -> int:
-    """Log-probabilities of all rows, and the logits that they are made of, chosen from the step's."""
-    return 2 * 4 * rows * c.vocab_size if shard.whole else 0
+def _sampling_bytes(c: ModelConfig, shard: Shard, rows: int, threads: int) -> int:
+    """Log-probabilities of all rows and the logits that they are made of, chosen from the step's; what each
+    thread needs to draw. Ranks of a group tell each other what they found instead."""
+    if not shard.whole:
+        return 0
+    return 4 * (2 * rows * c.vocab_size + threads * 2 * _up(c.vocab_size, _SHARE))
 
 
 def _matrices(c: ModelConfig) -> int:
