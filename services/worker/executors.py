@@ -22,6 +22,7 @@ from services.worker.tier.rates import PrefillRate
 from services.worker.tier.second import SecondTier, Whose
 from shared.model import ModelError
 from shared.runtime.settings import SettingsError, parse_size
+from shared.subjects import TIER
 
 UNSERVABLE = (ModelError, KernelsUnavailable, ValueError, OSError)
 """What building an executor raises where a person has to mend something: weights, formats, sizes."""
@@ -36,6 +37,11 @@ MOCK_MAX_LEN = 8192
 def make_runner(settings: WorkerSettings) -> Runner:
     """The runner, not started. Raises `SettingsError` for settings that contradict each other."""
     layout_of(settings)
+    if settings.instance.startswith(TIER):
+        raise SettingsError(
+            f"HORTATOR_INSTANCE={settings.instance}: names that begin with {TIER} are those of second tiers; "
+            "take another"
+        )
     if not (settings.mock or settings.model_dir):
         raise SettingsError("HORTATOR_MODEL_DIR is empty: name a model folder, or set HORTATOR_MOCK=1")
     if settings.tp > 1:

@@ -18,6 +18,7 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.runner import Runner, answer_of
 from services.worker.session import Reaction, Session
 from services.worker.tier.desk import TierDesk
+from services.worker.tier.homes import Homes
 from shared import subjects
 from shared.bus.port import Bus, BusDown, PayloadTooLarge, Subscription
 from shared.kv_events import GATHER_S, HEARTBEAT_S, KvEventLog
@@ -35,6 +36,7 @@ from shared.wire import (
     Restate,
     Step,
     Stopped,
+    TierOffer,
     Wire,
 )
 
@@ -74,6 +76,7 @@ class WorkerService:
         self._metrics = WorkerMetrics(registry)
         self._log = structlog.get_logger()
         self._current: Session | None = None
+        self._homes = Homes(identity.model)
         self._tier: TierDesk | None = None
         self._group: Callable[[], dict[str, Any]] = dict
         self._holdings = Holdings()
@@ -93,6 +96,7 @@ class WorkerService:
 
         Raises `EngineFailed` after the goodbye when the executor failed, and what building it raised.
         """
+        offers = await self._bus.subscribe(subjects.KV_TIER.at(), self._on_offer)
         started = asyncio.ensure_future(self._runner.start(self))
         told = asyncio.ensure_future(stopping.wait())
         await asyncio.wait({started, told}, return_when=asyncio.FIRST_COMPLETED)
@@ -107,9 +111,10 @@ class WorkerService:
         for text in self._holdings.warnings():
             self._log.warning("memory was predicted wrongly", what=text)
         self._metrics.memory(self._holdings.report())
-        self._tier = tier = TierDesk(self._runner, compute, self._identity.model, self)
+        self._tier = tier = TierDesk(self._runner, compute, self._homes, self)
         # The first beat invites a claim: by then we must listen.
-        subscriptions = await self._subscribe()
+        subscriptions = [offers, *await self._subscribe()]
+        await tier.settle()
         tasks = [asyncio.ensure_future(work) for work in (self._beat(), self._tell_kvstore(), tier.watch())]
         self._log.info("instance ready to be claimed", **self.stats())
         self.ready.set()
@@ -212,7 +217,7 @@ class WorkerService:
 
     async def _subscribe(self) -> list[Subscription]:
         instance = self._identity.instance
-        bus, tier = self._bus, self._tier
+        bus = self._bus
         responders: dict[str, Callable[[Any], Any]] = {
             "claim": self._on_claim,
             "inventory": self._on_inventory,
@@ -223,11 +228,6 @@ class WorkerService:
             await bus.subscribe(subjects.STEP.at(instance=instance), self._on_step),
             await bus.subscribe(subjects.BEACON.at(), self._on_beacon),
             await bus.subscribe(subjects.KV_RESTATE.at(instance=instance), self._on_restate),
-            *(
-                [await bus.subscribe(subjects.KV_TIER.at(), tier.on_offer)]
-                if tier and tier.wants_offers
-                else []
-            ),
             *[
                 await bus.respond(subjects.INSTANCE.at(instance=instance, verb=verb), responder)
                 for verb, responder in responders.items()
@@ -246,6 +246,12 @@ class WorkerService:
 
     def _on_beacon(self, beacon: Beacon) -> None:
         self._react(self._session.on_beacon(beacon, time.monotonic()))
+
+    def _on_offer(self, offer: TierOffer) -> None:
+        if self._tier is None:  # the model is loading
+            self._homes.hear(offer, time.monotonic())
+        else:
+            self._tier.on_offer(offer)
 
     def _on_restate(self, request: Restate) -> None:
         self._log.info("restating", reason=request.reason)

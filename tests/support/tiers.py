@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from services.kvstore.settings import TierOptions
 from services.kvstore.tier.book import Key, Space
@@ -12,6 +13,12 @@ from shared.bus.memory import MemoryBroker
 from shared.ids import BlockHash
 
 OPTIONS = TierOptions(64 << 20, 0, None, "127.0.0.1", 0, "127.0.0.1")
+
+
+async def until(true: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not true():
+            await asyncio.sleep(0.01)
 
 
 @dataclass
@@ -25,9 +32,13 @@ class Tier:
         """Of model m, complete."""
         return self.service.store.book.complete_count("m")
 
-    def spoil(self, block_hash: bytes) -> None:
-        """Change a byte of what rank 0's part of that block of model m has in memory."""
-        entry = self.service.store.book.find(Key(Space("m", 0, 1), BlockHash(block_hash)))
+    def has(self, hashes: Iterable[bytes]) -> bool:
+        """All parts of all of these, of model m."""
+        return set(hashes) <= set(self.service.store.book.complete("m"))
+
+    def spoil(self, block_hash: bytes, part: int = 0, parts: int = 1) -> None:
+        """Change a byte of what it has in memory of that block of model m."""
+        entry = self.service.store.book.find(Key(Space("m", part, parts), BlockHash(block_hash)))
         assert entry is not None
         assert entry.block is not None
         entry.block.view[0] ^= 1

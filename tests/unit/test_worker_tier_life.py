@@ -1,7 +1,6 @@
 """A worker and a second tier in one loop: blocks go there and come back; faults cost a recompute."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from shared.subjects import tier_row
 from shared.wire import Admit, Beat, Done, Fetch, Fetched, Sampling, Work
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.running_worker import Worker, running
-from tests.support.tiers import Tier, tier_on
+from tests.support.tiers import Tier, tier_on, until
 
 ROW = tier_row("kv0", "m")
 SETTINGS = WorkerSettings(
@@ -28,12 +27,6 @@ SETTINGS = WorkerSettings(
 )
 PROMPT = list(range(100, 100 + 164))
 FULL = len(PROMPT) // 16
-
-
-async def until(true: Callable[[], Any], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -78,10 +71,9 @@ async def prefill(scheduler: FakeScheduler, blocks: list[int], ids: list[int] = 
 async def keep(scheduler: FakeScheduler, tier: Tier) -> list[bytes]:
     """Compute the prompt in blocks 0 to 10, see its full ones in the tier, and let it go; their hashes."""
     await reached(scheduler)
-    there = tier.blocks
     done = await prefill(scheduler, list(range(FULL + 1)))
     hashes = [row.hash for row in done.stored]
-    await until(lambda: tier.blocks == there + FULL)
+    await until(lambda: tier.has(hashes))
     await scheduler.step(release=[0])
     return hashes
 
@@ -210,7 +202,7 @@ async def test_the_instance_says_when_its_tier_goes_and_when_it_comes_back(
     async with tier_on(worker.broker) as again:
         await reached(scheduler)
         # What the worker still holds is brought there anew.
-        await until(lambda: again.blocks >= FULL)
+        await until(lambda: again.has(hashes))
         await scheduler.step(fetch=[Fetch(2, ROW, [30, 31], hashes[:2])])
         assert (await fetched(scheduler, 2)).count == 2
 
@@ -222,7 +214,8 @@ async def test_nothing_goes_to_a_tier_from_which_it_is_had_no_sooner_than_it_is_
         await scheduler.claim()
         await until(lambda: worker.service.stats()["second_tier"]["fetch_block_us"] > 0)
         probes = tier.blocks
-        await prefill(scheduler, list(range(FULL + 1)))
+        # Too short to say anything of how long tokens really take.
+        await prefill(scheduler, list(range(FULL + 1)), PROMPT[:48])
         beats = len([each for each in scheduler.heard if isinstance(each, Beat)])
         beat: Beat = await scheduler.hear(Beat, times=beats + 2)
         assert beat.info.tier == ""

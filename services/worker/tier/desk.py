@@ -1,6 +1,7 @@
 """Rank 0's event loop and the second tier: offers come in, fetches end, and the scheduler is told."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from services.worker.tier.homes import Homes, TierState
 from shared.wire import Step, TierOffer
 
 LOOK_EVERY_S = 0.5
+
+SETTLE_S = 0.5
 
 CONNECT_S = 2.0
 
@@ -34,14 +37,17 @@ class TierListener(Protocol):
 class TierDesk:
     """Of an instance, whether its blocks can be kept elsewhere or not: every fetch is answered."""
 
-    def __init__(self, runner: Runner, compute: Compute, model: str, listener: TierListener) -> None:
+    def __init__(self, runner: Runner, compute: Compute, homes: Homes, listener: TierListener) -> None:
+        """`homes`: what was heard of before there was an executor."""
         self._runner = runner
         self._tier = compute.tier
         self._listener = listener
-        self._homes = Homes(model)
+        self._homes = homes
         self._endings = Endings(1 if compute.relay is None else compute.relay.size)
         self._told = TierState()
         self._announced = ("", 0.0, 0.0)
+        self._reached = asyncio.Event()
+        # or found out that it is not to be had
         self._measuring: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
 
@@ -54,14 +60,10 @@ class TierDesk:
         if self._tier is not None:
             self._tier.when(
                 fetched=lambda key, count, us: soon(self._on_part, 0, key, count, us),
-                reached=lambda: soon(self._look),
+                reached=lambda: soon(self._on_reached),
             )
         if compute.relay is not None:
             compute.relay.when_fetched(lambda *part: soon(self._on_part, *part))
-
-    @property
-    def wants_offers(self) -> bool:
-        return self._tier is not None
 
     def begin(self, frame: Step) -> None:
         """The frame was handed to the runner."""
@@ -84,6 +86,14 @@ class TierDesk:
                 self._measuring.add(task)
                 task.add_done_callback(self._measuring.discard)
             self._look()
+
+    async def settle(self) -> None:
+        """Until the tier heard of has been tried, but not for long: whoever claims the instance knows then
+        what can be fetched."""
+        self._look()
+        if self._told.home:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._reached.wait(), SETTLE_S)
 
     async def watch(self) -> None:
         """For ever: who falls silent, what takes too long, and rates that change."""
@@ -135,6 +145,10 @@ class TierDesk:
             best = min(best, time.monotonic() - began)
             writer.close()
         self._homes.measured(offer, best)
+        self._look()
+
+    def _on_reached(self) -> None:
+        self._reached.set()
         self._look()
 
     def _on_part(self, rank: int, key: Key, count: int, us: int) -> None:
