@@ -2,8 +2,8 @@
 
 `python -m tests.bench.tier_rates [--blocks N] [--bytes B] [--disk]` runs the server in a process of its own
 and prints a JSON line for each operation: wall MB/s (the best of three), and what a CPU second of each side
-moves. Blocks of a round take the places of those of the round before. With `--disk` memory holds an eighth of a
-round: the others go to disk and come back.
+moves. Blocks of a round take the places of those of the round before. With `--disk` memory holds an eighth
+of a round: the others go to disk and come back.
 """
 
 import argparse
