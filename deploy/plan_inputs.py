@@ -186,7 +186,7 @@ def _measured() -> Device:
         )
     found = json.loads(done.stdout)
     if found["kind"] == "cpu":
-        return plan_machine.measured(found["read_gb_s"], found["matmul_gf_s"], found["undisturbed"])
+        return plan_machine.measured(found)
     described = {
         "name": found["name"],
         "memory_gb": found["memory_bytes"] / 1e9,

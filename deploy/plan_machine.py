@@ -2,8 +2,10 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -36,18 +38,25 @@ class Rates(msgspec.Struct, frozen=True):
     matmul_gf_s: float
 
 
-def measured(read_gb_s: float, matmul_gf_s: float, undisturbed: float) -> Device:
-    """This machine with these rates, measured with all cores in a share `undisturbed` of the time.
+def remember(peaks: Mapping[str, Any]) -> bool:
+    """Take these peaks (`services.worker.engine.peaks.Peaks` as plain data), measured with all cores, for
+    later plans, until the CPU or the number of cores changes.
 
-    If that was most of it, later plans take them, too, until the CPU or the number of cores changes. What a
-    process takes before it has a model is measured as well, if it never was.
+    False, and they are not taken, if others wanted the cores meanwhile.
     """
+    if peaks["undisturbed"] < _UNDISTURBED:
+        return False
+    _memory().keep(Rates(peaks["read_gb_s"], peaks["matmul_gf_s"]))
+    return True
+
+
+def measured(peaks: Mapping[str, Any]) -> Device:
+    """This machine with these peaks, remembered if they may be. What a process takes before it has a model is
+    measured as well, if it never was."""
     runtime_bytes()
-    rates = Rates(read_gb_s, matmul_gf_s)
-    if undisturbed >= _UNDISTURBED:
-        _memory().keep(rates)
-        return _with(rates, "measured now")
-    return _with(rates, "measured now, while others wanted the cores: not remembered")
+    kept = remember(peaks)
+    origin = "measured now" if kept else "measured now, while others wanted the cores: not remembered"
+    return _with(Rates(peaks["read_gb_s"], peaks["matmul_gf_s"]), origin)
 
 
 def this_machine() -> Device:

@@ -1,6 +1,7 @@
 """`hortator profile`: where the time of engine steps and of a group's messages goes on this machine."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from deploy import profile_comm
+from deploy import plan_machine, profile_comm
 from shared.model import ModelError, resolve
 
 app = typer.Typer(help="Measure where the time goes.", no_args_is_help=True, add_completion=False)
@@ -80,6 +81,8 @@ def engine(
     if done.returncode:
         _fail(f"the engine could not be measured (exit status {done.returncode}); the reason stands above")
     report = json.loads(done.stdout)
+    if int(report["detail"]["threads"]) == len(os.sched_getaffinity(0)):
+        plan_machine.remember(report["peaks"])
     report["detail"]["candidates"] = json.loads(report["detail"].get("candidates", "[]"))
     if plot is not None:
         draw(report, plot)

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -23,12 +23,15 @@ class Peaks:
     """Memory read by all threads, from an array far larger than the caches."""
     matmul_gf_s: float
     """float32 product of two square matrices by torch, all threads."""
+    undisturbed: float = 1.0
+    """Share of the time measured in which all threads had a core, as far as is known."""
 
 
 def measure_peaks(threads: int, budget_s: float = 1.0) -> Peaks:
     """The best of what `budget_s` seconds allow. torch's thread count is as before afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    begun, busy = time.perf_counter(), time.process_time()
     try:
         memory = torch.ones(_READ_BYTES // 4)
         read_s = _best(memory.sum, budget_s / 2)
@@ -37,7 +40,8 @@ def measure_peaks(threads: int, budget_s: float = 1.0) -> Peaks:
         matmul_s = _best(lambda: torch.mm(a, b, out=out), budget_s / 2)
     finally:
         torch.set_num_threads(before)
-    return Peaks(_READ_BYTES / read_s / 1e9, 2 * _SIDE**3 / matmul_s / 1e9)
+    share = (time.process_time() - busy) / (threads * (time.perf_counter() - begun))
+    return Peaks(_READ_BYTES / read_s / 1e9, 2 * _SIDE**3 / matmul_s / 1e9, min(1.0, share))
 
 
 def _best(work: Callable[[], object], budget_s: float) -> float:
@@ -77,23 +81,14 @@ def _best_on(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure and print kind and rates; of a GPU name and memory_bytes; of a CPU `undisturbed`, the share of
-    the time in which this process had all its cores."""
+    """Measure and print kind, peaks and, of a GPU, name and memory_bytes."""
+    found: dict[str, object]
     if torch.cuda.is_available():
         peaks, memory = measure_gpu(), torch.cuda.get_device_properties(0).total_memory
-        found: dict[str, object] = {
-            "kind": "cuda",
-            "name": torch.cuda.get_device_name(0),
-            "memory_bytes": memory,
-        }
+        found = {"kind": "cuda", "name": torch.cuda.get_device_name(0), "memory_bytes": memory}
     else:
-        threads = len(os.sched_getaffinity(0))
-        begun, busy = time.perf_counter(), time.process_time()
-        peaks = measure_peaks(threads)
-        share = (time.process_time() - busy) / (threads * (time.perf_counter() - begun))
-        found = {"kind": "cpu", "undisturbed": min(1.0, share)}
-    found |= {"read_gb_s": peaks.read_gb_s, "matmul_gf_s": peaks.matmul_gf_s}
-    sys.stdout.write(json.dumps(found) + "\n")
+        peaks, found = measure_peaks(len(os.sched_getaffinity(0))), {"kind": "cpu"}
+    sys.stdout.write(json.dumps(found | asdict(peaks)) + "\n")
 
 
 if __name__ == "__main__":
