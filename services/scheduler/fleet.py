@@ -245,7 +245,7 @@ class Fleet:
         timing = done.timing
         counters.busy_us += timing.run_us
         counters.idle_us += timing.idle_us
-        instance.fit.observe(timing)
+        instance.observe(timing, now)
         return self._watch_canaries(now) if self._canaries else []
 
     def _logprobs(self, instance: Instance, done: Done) -> None:

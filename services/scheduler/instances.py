@@ -3,6 +3,7 @@
 States: `UNKNOWN → CLAIMING → CANARY → READY → DRAINING`, LOST from anywhere (docs/protocol.md §3).
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,7 +12,10 @@ from services.scheduler.blocks import BlockPool
 from services.scheduler.budget import CostFit
 from services.scheduler.sequences import Phase, Sequence
 from shared.ids import BlockHash
-from shared.wire import Claimed, Done, InstanceInfo, Step, Stored
+from shared.wire import Claimed, Done, InstanceInfo, Step, StepTiming, Stored
+
+SHARE_S = 30.0
+"""Over this time what an instance was busy with fades."""
 
 
 class State(Enum):
@@ -142,6 +146,9 @@ class Instance:
     """Prompt tokens admitted and not yet planned."""
     ahead_s: float = 0.0
     """Expected time of the frames in flight."""
+    prompts_s: float = 0.0
+    """Seconds spent on prompts, fading; see `prompt_share`."""
+    prompts_at: float = 0.0
     fetches: dict[int, FetchUnderWay] = field(default_factory=dict)
     """By op: those whose end has not been told."""
     next_op: int = 1
@@ -252,6 +259,19 @@ class Instance:
         room = len(sequence.blocks) * self.info.block_tokens
         sequence.due = frame + min(room, sequence.end) - computed
         self.calendar.setdefault(sequence.due, []).append(sequence)
+
+    def observe(self, timing: StepTiming, now: float) -> None:
+        """Learn from a step that was computed."""
+        self.fit.observe(timing)
+        if timing.prefill_tokens:
+            self.prompts_s = (
+                self.prompt_share(now) * SHARE_S + timing.prefill_tokens * self.fit.cost.per_token_s
+            )
+            self.prompts_at = now
+
+    def prompt_share(self, now: float) -> float:
+        """Part of its time that prompts took lately."""
+        return self.prompts_s / SHARE_S * math.exp(min(0.0, self.prompts_at - now) / SHARE_S)
 
     # Fetches
 

@@ -80,6 +80,7 @@ class Outlook:
             running=len(instance.running) + waiting,
             decoding=instance.decoding,
             evicted_tokens=max(0, seat.need - instance.pool.plain) * size,
+            prompt_share=instance.prompt_share(self.now),
             cost=fit.cost,
             step_tokens=self.budget.prefill_tokens(
                 fit.cost, instance.decoding, info.max_step_tokens, fit.overrun
@@ -140,6 +141,6 @@ class Outlook:
                 written = len(sequence.out)
                 most = sequence.request.sampling.max_tokens
                 # Whoever has written more than was expected may go on for long.
-                left = max(1, self.reservation.output_tokens(most, written) - written, written // 4)
+                left = max(1, self.reservation.expected_tokens(most, written) - written, written // 4)
                 insort(known, (left, len(sequence.blocks) + sequence.reserved))
         return known

@@ -14,6 +14,13 @@ from services.scheduler.budget import Cost
 LOAD_TOKENS = 8
 """Tokens of its output for which the newcomer's cost to itself of everybody decoding beside it counts."""
 
+WORK_DELAY = 2.0
+WORK_MOST = 4.0
+"""Work on a prompt delays those that come while it is waited for: where prompts take a share r of the time,
+r / (1 - r) requests. Each counts so many times as the newcomer's own delay, and so much at most. Without it a
+cached prefix is given up for a short queue, and the fleet computes it again and again
+(docs/decisions/2026-11-30-placement.md)."""
+
 EVICTION_SHARE = 0.05
 """Likelihood that a cached token which has to go for the newcomer would have been wanted again."""
 
@@ -46,6 +53,8 @@ class Candidate:
     decoding: int = 0
     evicted_tokens: int = 0
     """Cached tokens it would push out."""
+    prompt_share: float = 0.0
+    """Part of its time that prompts took lately."""
     cost: Cost
     step_tokens: int
     """Prompt tokens that a step there computes beside the decodes."""
@@ -102,11 +111,13 @@ def first_token_s(candidate: Candidate) -> float:
 
 
 def cost_s(candidate: Candidate) -> float:
-    """`first_token_s`, and what makes one of two equally quick instances the better choice: fewer decodes
-    beside it, and nothing worth keeping pushed out of the cache."""
+    """`first_token_s`, and what the choice costs others and itself later: the work that others wait for,
+    decodes beside it, and what is pushed out of the cache."""
     c = candidate
-    load_s = LOAD_TOKENS * c.cost.per_decode_s * c.running
-    return first_token_s(c) + load_s + EVICTION_SHARE * c.evicted_tokens * c.cost.per_token_s
+    share = min(c.prompt_share, 0.99)
+    delayed = min(WORK_DELAY * share / (1.0 - share), WORK_MOST)
+    tokens = delayed * (c.lacking_tokens - c.fetch_tokens) + EVICTION_SHARE * c.evicted_tokens
+    return first_token_s(c) + tokens * c.cost.per_token_s + LOAD_TOKENS * c.cost.per_decode_s * c.running
 
 
 def _prompts_s(c: Candidate, tokens: int) -> float:

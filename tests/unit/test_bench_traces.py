@@ -33,7 +33,7 @@ def test_the_azure_trace_is_read_as_it_is_written():
 
 def test_the_mooncake_trace_is_read_as_it_is_written():
     made = traces.parse((DATA / "mooncake_conversation.jsonl").read_text().splitlines())
-    assert len(made) == 1000
+    assert len(made) == 1500
     assert made[0] == TraceRow(0.0, 6758, 500, tuple(range(14)))
 
 
