@@ -1,7 +1,8 @@
 """How much output a sequence is expected to write, and so how many blocks its admission sets aside.
 
-Two rules of one protocol: `ExpectedOutput` serves; `ReserveMax` (the whole limit, as systems without paging
-do) exists for the comparison in docs/benchmarks.md.
+Three rules of one protocol: `ExpectedOutput` serves; `ReserveMax` (the whole limit, as systems without paging
+do) and `ReserveNothing` (whatever fits now, as systems do that rely on preemption) exist for the comparisons
+in docs/benchmarks.md.
 """
 
 from typing import Protocol
@@ -12,6 +13,9 @@ class Reservation(Protocol):
 
     def output_tokens(self, max_tokens: int, written: int) -> int:
         """Tokens of output, those already `written` included, that blocks are set aside for."""
+
+    def expected_tokens(self, max_tokens: int, written: int) -> int:
+        """Tokens of output that it is expected to end with, more than those `written`."""
 
     def observe(self, max_tokens: int, generated: int) -> None:
         """A sequence ended by itself after `generated` tokens."""
@@ -46,36 +50,59 @@ class ExpectedOutput:
     A limit somebody chose for an answer is worth something: a share of it is expected. A limit beyond
     `LARGE` is no forecast but the absence of one (often the rest of the context), and a share of it would
     let only a few sequences in: there the length itself is estimated.
+
+    Sequences do not end all at once: what one gives back, others grow into. So only a share of what is
+    expected is set aside, and experience says which: preemptions raise it, sequences that end lower it, until
+    about one in `SPARED` is preempted. Setting aside more costs more concurrency than that recomputes
+    (docs/decisions/2026-11-30-preemption.md).
     """
 
     LARGE = 1024
     RAISE = 0.1
-    """Added to the expectation, relatively, by each preemption; wears off with sequences that end."""
+    """Added by each preemption to the share that is set aside."""
+    SPARED = 40
+    LEAST, MOST = 0.2, 2.0
 
     def __init__(self) -> None:
         self._share = Estimate(0.7, 0.1)
         self._length = Estimate(384.0, 128.0)
-        self._raise = 0.0
+        self._set_aside = 1.0
 
     def output_tokens(self, max_tokens: int, written: int) -> int:
-        expected = self._length.high if max_tokens > self.LARGE else max_tokens * self._share.high
-        return min(max_tokens, max(int(expected * (1.0 + self._raise)) + 1, written + 1))
+        more = self._set_aside * (self._expected(max_tokens) - written)
+        return min(max_tokens, max(written + int(more), written) + 1)
+
+    def expected_tokens(self, max_tokens: int, written: int) -> int:
+        return min(max_tokens, max(int(self._expected(max_tokens)), written) + 1)
+
+    def _expected(self, max_tokens: int) -> float:
+        return self._length.high if max_tokens > self.LARGE else max_tokens * self._share.high
 
     def observe(self, max_tokens: int, generated: int) -> None:
         if max_tokens > self.LARGE:
             self._length.observe(generated)
         else:
             self._share.observe(generated / max_tokens)
-        self._raise *= 0.98
+        self._set_aside = max(self.LEAST, self._set_aside - self.RAISE / self.SPARED)
 
     def preempted(self) -> None:
-        self._raise = min(1.0, self._raise + self.RAISE)
+        self._set_aside = min(self.MOST, self._set_aside + self.RAISE)
+
+
+class ReserveNothing(ExpectedOutput):
+    """Sets nothing aside: who fits now is admitted."""
+
+    def output_tokens(self, max_tokens: int, written: int) -> int:
+        return min(max_tokens, written + 1)
 
 
 class ReserveMax:
     """Sets aside all that a sequence may ever write."""
 
     def output_tokens(self, max_tokens: int, written: int) -> int:
+        return max_tokens
+
+    def expected_tokens(self, max_tokens: int, written: int) -> int:
         return max_tokens
 
     def observe(self, max_tokens: int, generated: int) -> None:

@@ -15,8 +15,8 @@ Who = TypeVar("Who")
 UNITS = 64
 """A need of more blocks is covered in so many units: the choice stays within milliseconds."""
 
-NEARLY_DONE = 1 / 16
-"""Share of its work that a sequence is taken to have left at least."""
+NEARLY_DONE = 16
+"""With fewer tokens left its blocks come back soon by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Candidate(Generic[Who]):
 
 def harm(candidate: Candidate[Who]) -> float:
     """Seconds. Never falls with `back_s`, `written` or `preemptions`, never rises with `left`."""
-    whole = candidate.written + candidate.left
-    share_left = max(candidate.left / whole if whole else 1.0, NEARLY_DONE)
-    return candidate.back_s * (1 + candidate.preemptions) / share_left
+    left = max(1, candidate.left)
+    done = candidate.written / (candidate.written + left)
+    return candidate.back_s * (1 + candidate.preemptions + done + NEARLY_DONE / left)
 
 
 class Preemption(Protocol):
@@ -85,7 +85,7 @@ class LeastHarm:
 
 
 class LastCome:
-    """The last to arrive goes first, as elsewhere; for comparison only."""
+    """The last to arrive goes first and as elsewhere; for comparison only."""
 
     def choose(self, candidates: Many[Candidate[Who]], blocks: int) -> list[Candidate[Who]]:
         victims: list[Candidate[Who]] = []

@@ -172,7 +172,7 @@ class Room:
             if lane is Lane.SPENT:
                 continue
             request, written = sequence.request, len(sequence.out)
-            expected = self.reservation.output_tokens(request.sampling.max_tokens, written)
+            expected = self.reservation.expected_tokens(request.sampling.max_tokens, written)
             frees = sum(1 for block in sequence.blocks if instance.pool.holders(block) == 1)
             candidates.append(
                 Candidate(

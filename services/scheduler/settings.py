@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from services.scheduler.admission import ExpectedOutput, Reservation, ReserveMax
+from services.scheduler.admission import ExpectedOutput, Reservation, ReserveMax, ReserveNothing
 from services.scheduler.budget import BudgetRules
 from services.scheduler.core import Rules
 from services.scheduler.desk import DeskRules
@@ -19,8 +19,8 @@ class SchedulerSettings(ServiceSettings):
 
     policy: Literal["continuous", "static"] = "continuous"
     """Who may join a running batch; `static` exists for comparison only."""
-    reservation: Literal["expected", "max"] = "expected"
-    """Blocks set aside at admission: for the output expected, or (for comparison) for max_tokens."""
+    reservation: Literal["expected", "max", "nothing"] = "expected"
+    """Blocks set aside at admission: for the output expected, or (for comparison) for max_tokens or none."""
     placement: Literal["ttft", "round-robin", "least-load"] = "ttft"
     """Which instance a request goes to: by predicted time to first token, or (for comparison) in turn, or to
     the one with the fewest sequences."""
@@ -53,9 +53,16 @@ def make_policy(settings: SchedulerSettings) -> BatchPolicy:
     return StaticBatchPolicy() if settings.policy == "static" else ContinuousPolicy()
 
 
+RESERVATIONS: dict[str, type[Reservation]] = {
+    "expected": ExpectedOutput,
+    "max": ReserveMax,
+    "nothing": ReserveNothing,
+}
+
+
 def make_reservation(settings: SchedulerSettings) -> Reservation:
     """By name."""
-    return ReserveMax() if settings.reservation == "max" else ExpectedOutput()
+    return RESERVATIONS[settings.reservation]()
 
 
 def make_preemption(settings: SchedulerSettings) -> Preemption:

@@ -6,10 +6,13 @@ step, so block tables, slots and frames are the real ones.
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from services.scheduler.admission import Reservation
@@ -19,7 +22,9 @@ from services.scheduler.events import (
     AskClaim,
     AskInventory,
     ClaimAnswer,
+    Hint,
     LeaseSeen,
+    LookUp,
     SendStep,
     SendTokens,
     Tick,
@@ -27,15 +32,18 @@ from services.scheduler.events import (
 )
 from services.scheduler.instances import State
 from services.scheduler.policy import BatchPolicy
+from services.scheduler.preempt import Preemption
 from services.worker.compute import BrokenSession, Compute
 from services.worker.session import Session
 from services.worker.slots import Batch, BatchShape
 from services.worker.step import ExecutorInfo, SlotArrays, StepInput, StepOutput
-from shared.wire import Ack, Claimed, InstanceInfo, Sampling, Step, Submit, SubmitSeq
+from shared.wire import Ack, Claimed, Fetch, Fetched, InstanceInfo, Sampling, Step, Submit, SubmitSeq
 from tests.bench.books import Books
 
 MODEL, CLIENT, INSTANCE = "simulated", "bench", "i0"
 END_ID, VOCAB = 1, 1000
+ROW = "tier-simulated"
+LOOKUP_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,45 @@ class Request:
     output: int
     limit: int
     at: float = 0.0
+    priority: int = 0
     first: float | None = None
     last: float | None = None
     tokens: int = 0
     reason: str = ""
+    preemptions: int = 0
+    waited_s: float = 0.0
+    """In the queue, the time after a preemption included."""
+    ahead: int = 0
+    """The last frame in flight when it arrived."""
+    admitted: int = 0
+    """The frame that first admitted it."""
 
 
-class _CostExecutor:
+@dataclass
+class SimulatedTier:
+    """A second tier of so many blocks that keeps every block that became full, the least recently used go
+    first. Writing is free, as it is done in the background; a fetch takes `fixed_s` and `block_s` each."""
+
+    blocks: int
+    fixed_s: float
+    block_s: float
+    held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    fetched: int = 0
+    """Blocks that came back."""
+
+    def keep(self, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            self.held[block_hash] = None
+            self.held.move_to_end(block_hash)
+        while len(self.held) > self.blocks:
+            self.held.popitem(last=False)
+
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        """How many of the chain's leading blocks it has."""
+        return next((n for n, block_hash in enumerate(hashes) if block_hash not in self.held), len(hashes))
+
+
+class CostExecutor:
     """Draws filler ids, and the end id where the request's own length says so. Time is a number."""
 
     def __init__(self, info: ExecutorInfo, cost: StepCost, requests: Sequence[Request]) -> None:
@@ -110,6 +150,8 @@ class SimulatedMesh:
         size: Size,
         seed: int,
         cost: StepCost = StepCost(),
+        preemption: Preemption | None = None,
+        tier: SimulatedTier | None = None,
     ) -> None:
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -120,11 +162,15 @@ class SimulatedMesh:
         self.requests: list[Request] = []
         self._open = 0
         self.books = Books(size.block_tokens)
+        self.tier = tier
+        self.step_ends: dict[int, float] = {}
+        """frame → when its result came."""
+        self._told: list[Fetched] = []
         info = ExecutorInfo(
             "simulated", size.block_tokens, size.blocks, size.max_len, VOCAB, 1 / cost.per_token_s,
             cost.fixed_s + cost.per_decode_s,
         )  # fmt: skip
-        self._executor = _CostExecutor(info, cost, self.requests)
+        self._executor = CostExecutor(info, cost, self.requests)
         shape = BatchShape(size.slots, size.max_len, size.block_tokens, size.blocks, VOCAB)
         self._compute = Compute(
             self._executor, Batch(shape, "simulated"), clock=lambda: self._now + self._executor.spent_s
@@ -132,10 +178,14 @@ class SimulatedMesh:
         self._session = Session(
             InstanceInfo(INSTANCE, MODEL, "simulated", "mixed", "ready", 1, size.block_tokens, size.blocks,
                          size.slots, size.max_len, VOCAB, size.max_step_tokens, info.prefill_tok_s,
-                         info.decode_step_s)
+                         info.decode_step_s, tier=ROW if tier else "",
+                         tier_fixed_s=tier.fixed_s if tier else 0.0,
+                         tier_block_s=tier.block_s if tier else 0.0)
         )  # fmt: skip
         rules = Rules(model=MODEL, desk=DeskRules(queue_bound=100_000))
-        self.core = Core("s0", rules, policy, reservation, rng=random.Random(seed), now=0.0)
+        self.core = Core(
+            "s0", rules, policy, reservation, rng=random.Random(seed), now=0.0, preemption=preemption
+        )
 
     def run(self, requests: Sequence[Request]) -> float:
         """Serve all requests; returns the seconds from the first arrival to the last token.
@@ -143,7 +193,7 @@ class SimulatedMesh:
         Raises AssertionError if any of them ends in another way than by its own length.
         """
         self._every(0.05, lambda: self._feed(Tick()))
-        self._every(0.5, lambda: self._feed(self._session.beat()))
+        self._every(0.5, self._beat)
         self._every(0.5, lambda: self._feed(LeaseSeen(known=True)))
         self._every(0.25, self._acknowledge)
         self._acked = (0, "", 0)
@@ -162,6 +212,7 @@ class SimulatedMesh:
             assert request.tokens == request.output, f"{request.tokens} tokens, wanted {request.output}"
             request.first = (request.first or 0.0) - begin
             request.last = (request.last or 0.0) - begin
+        self.step_ends = {seq: when - begin for seq, when in self.step_ends.items()}
         self.core.check()
         return max((request.last or 0.0) for request in requests) - min(request.at for request in requests)
 
@@ -208,6 +259,10 @@ class SimulatedMesh:
                     self._compute_next()
             elif isinstance(effect, SendTokens):
                 self._receive(effect)
+            elif isinstance(effect, LookUp):
+                depth = self.tier.depth(effect.hashes) if self.tier else 0
+                hint = Hint(effect.client, effect.handles, {ROW: depth})
+                self._at(self._now + LOOKUP_S, partial(self._feed, hint))
             elif isinstance(effect, AskClaim):
                 _, incarnation = self._session.on_claim(effect.claim, 2)
                 self._compute.session = incarnation
@@ -230,10 +285,11 @@ class SimulatedMesh:
         ends = (END_ID,) if request.output < request.limit else ()
         sampling = Sampling(max_tokens=request.limit, seed=number, temperature=0.0, stop_token_ids=ends)
         seqs = [SubmitSeq(number, 0)]
+        request.ahead = self.core.fleet.instances[INSTANCE].next_seq - 1
         self._feed(
             Submit(
                 client=CLIENT, request_id=f"r{number}", prompt=request.prompt, seqs=seqs, sampling=sampling,
-                timeout_s=80_000.0, queue_timeout_s=80_000.0,
+                timeout_s=80_000.0, queue_timeout_s=80_000.0, priority=request.priority,
             )
         )  # fmt: skip
 
@@ -249,7 +305,11 @@ class SimulatedMesh:
             request.first = self._now if request.first is None else request.first
             request.last = self._now
         for end in frame.ends:
-            self.requests[end.handle].reason = end.reason
+            request = self.requests[end.handle]
+            request.reason = end.reason
+            request.preemptions = end.preemptions
+            times = end.times
+            request.waited_s = times.queue_s + times.preempted_s + times.transfer_s
             self._open -= 1
 
     def _acknowledge(self) -> None:
@@ -263,18 +323,52 @@ class SimulatedMesh:
         if self._busy or not self._frames:
             return
         frame = self._frames.pop(0)
+        for admit in frame.admit:
+            request = self.requests[admit.sampling.seed] if self.requests else None
+            if request is not None and not request.admitted:
+                request.admitted = frame.seq
+        self._before(frame)
         outcome = self._compute.step(frame, self._now)
         took_s, self._executor.spent_s = self._executor.spent_s, 0.0
         assert outcome is not None
         assert not isinstance(outcome, BrokenSession), outcome
         self._busy = True
         done = outcome.done
+        if self.tier is not None:
+            self.tier.keep(row.hash for row in done.stored)
+        for fetch in frame.fetch:
+            self._fetch(fetch)
 
         def computed() -> None:
             self._busy = False
             self._session.on_result(done)
             self.books.on_done(done)
+            self.step_ends[done.seq] = self._now
             self._feed(done)
             self._compute_next()
 
         self._at(self._now + max(took_s, 0.0002), computed)
+
+    # The second tier
+
+    def _before(self, frame: Step) -> None:
+        if self.tier is not None and frame.offload:
+            hashes = (self._compute.batch.hashes.of(block) for block in frame.offload)
+            self.tier.keep(block_hash for block_hash in hashes if block_hash is not None)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        tier = self.tier
+        assert tier is not None
+
+        def ended() -> None:
+            count = tier.depth(fetch.hashes)
+            tier.keep(fetch.hashes[:count])
+            tier.fetched += count
+            self._compute.batch.fetched(fetch.op, count)
+            self._told.append(Fetched(fetch.op, count))
+            self._beat()
+
+        self._at(self._now + tier.fixed_s + len(fetch.hashes) * tier.block_s, ended)
+
+    def _beat(self) -> None:
+        self._feed(msgspec.structs.replace(self._session.beat(), fetched=self._told[-8:]))
