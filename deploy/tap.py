@@ -86,8 +86,11 @@ def decode(payload: bytes) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
-    if isinstance(value, dict):
-        return {str(_plain(key)): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, dict):  # what people paste into reports must not let anybody in
+        return {
+            str(_plain(key)): "(not shown)" if key == "secret" else _plain(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)

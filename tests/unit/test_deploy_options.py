@@ -29,6 +29,7 @@ from deploy.supervisor import told_error
 from deploy.tap import decode
 from services.kvstore.settings import KvstoreSettings, tier_options
 from shared.runtime.settings import load
+from shared.wire import TierOffer, encode
 
 
 def test_addresses_are_read_and_bad_ones_refused():
@@ -375,6 +376,13 @@ def test_cuda_packages_are_recognised_in_a_report_of_pip():
     assert cuda_packages(report("torch", "filelock", "sympy")) == []
     assert cuda_packages(report("torch", "nvidia-cublas-cu12", "triton")) == ["nvidia-cublas-cu12", "triton"]
     assert cuda_packages(report("torch", "cuda-bindings")) == ["cuda-bindings"]
+
+
+def test_tap_does_not_show_the_secret_of_a_tier():
+    offer = TierOffer(instance="k", host="h", port=1, secret="s3cret", born=1, memory_bytes=1, disk_bytes=0)
+    shown = decode(encode(offer))
+    assert shown["host"] == "h"
+    assert "s3cret" not in str(shown)
 
 
 def test_tap_shows_frames_of_any_content():
