@@ -101,6 +101,10 @@ def plan(
         demand = _demand(
             sizes, found.kind, concurrency, context, output, reserved, dtype, kv_dtype, block_tokens
         )
+        if tp > count and found.kind == "cpu" and count == 1:
+            found, count = found.shared_by(tp), tp
+        if tp > count:
+            raise BadDevice(f"--tp {tp}: only --count {count} devices for as many ranks")
         made = make_plan(sizes, found, demand, count, gap_ms / 1e3, tp)
     except (BadModel, BadDevice, ModelError, ValueError) as error:
         _fail(str(error))

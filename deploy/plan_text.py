@@ -160,9 +160,9 @@ def up_command(plan: Plan) -> str | None:
     cuda = plan.device.kind == "cuda"
     if option is None or m.config is None or plan.device.kind not in ("cpu", "cuda"):
         return None
-    if (cuda and plan.demand.dtype.startswith("int8")) or (not cuda and option.layout.devices > 1):
-        return None
     layout, mib = option.layout, 1 << 20
+    if (cuda and plan.demand.dtype.startswith("int8")) or (not cuda and layout.devices > plan.device.island):
+        return None
     kv = -(-sum(ledger.kv_bytes for ledger in option.ranks) // mib)
     parts = ["hortator up", f"--model {m.name}", f"--dtype {plan.demand.dtype}", f"--kv-memory {kv}MiB"]
     parts.append(f"--max-slots {layout.sequences(plan.demand.concurrency)}")

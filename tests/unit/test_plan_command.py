@@ -147,6 +147,18 @@ def test_people_read_the_sums_the_options_and_one_recommendation(tmp_path: Path)
     assert "assumed, not measured" in text
 
 
+def test_ranks_of_one_machine_share_it() -> None:
+    alone, split = (
+        json.loads(here("--model", "smol", "--concurrency", "4", *more, "--json").stdout)
+        for more in ([], ["--tp", "2"])
+    )
+    assert split["device"]["memory_bytes"] == pytest.approx(alone["device"]["memory_bytes"] / 2, rel=0.1)
+    assert len(split["ranks"]) == 2
+    assert split["options"][0]["step_ms"] == pytest.approx(alone["options"][0]["step_ms"], rel=0.15)
+    assert "share" in " ".join(split["assumptions"])
+    assert "--tp 2" in split["recommendation"]["sentence"]
+
+
 def test_a_device_of_a_file_is_planned_with(tmp_path: Path) -> None:
     device = tmp_path / "x1.json"
     device.write_text('{"name": "X1", "memory_gb": 96, "read_gb_s": 2000, "tflops": 400, "link_gb_s": 100}')
@@ -178,7 +190,8 @@ def test_the_picture_is_drawn_where_it_is_wanted(kind: str, tmp_path: Path) -> N
         (["--model", "smol", "--context", "10000"], "trained for 8192"),
         (["--model", "smol", "--reserved", "100"], "less than the --context"),
         (["--model", "smol", "--context", "64", "--output", "64"], "at least one is the prompt"),
-        (["--model", "smol", "--tp", "10"], "only 9 query heads"),
+        (["--model", "smol", "--tp", "10", "--count", "10"], "only 9 query heads"),
+        (["--model", "smol", "--tp", "4"], "only --count 1"),
         (["--params", "10B", "--picture", "plan.gif"], ".png or .svg"),
         (["--params", "10B", "--picture", "no/such/folder/plan.png"], "there is no folder"),
     ],

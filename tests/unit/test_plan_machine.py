@@ -1,10 +1,11 @@
-"""This machine as a device: rates that were measured undisturbed are remembered, others are called assumed."""
+"""This machine as a device: rates measured undisturbed are remembered, others are called assumed."""
 
 from pathlib import Path
 
 import pytest
 
 from deploy import plan_machine
+from services.worker.engine.resident import room_here
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,4 @@ def test_what_was_measured_while_others_computed_is_not_remembered() -> None:
 
 
 def test_memory_is_what_may_still_be_taken() -> None:
-    from services.worker.engine.resident import room_here
-
     assert plan_machine.this_machine().memory_bytes == pytest.approx(room_here().bytes, rel=0.2)

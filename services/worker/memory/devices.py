@@ -95,7 +95,29 @@ class Device:
             link_s=self.link_s if us is None else us / 1e6,
         )
 
+    @property
+    def shared(self) -> bool:
+        """It is a rank's share of a machine."""
+        return self.kind == "cpu" and self.island > 1
 
+    def shared_by(self, ranks: int) -> "Device":
+        """What each of so many ranks has of a machine whose cores and memory they share."""
+        return replace(
+            self,
+            name=f"1/{ranks} of {self.name}",
+            memory_bytes=self.memory_bytes // ranks,
+            read_b_s=self.read_b_s / ranks,
+            flop_s=self.flop_s / ranks,
+            flop8_s=self.flop8_s / ranks,
+            link_b_s=SHARED_B_S,
+            link_s=SHARED_S,
+            island=ranks,
+            threads=max(1, self.threads // ranks),
+        )
+
+
+SHARED_B_S, SHARED_S = 9e9, 3e-6
+"""Between ranks of one machine, over memory that they share: measured (docs/benchmarks.md, sums)."""
 NETWORK_B_S, NETWORK_S = 25e9, 15e-6
 """Between islands, for each device: 200 Gbit/s; an assumption."""
 

@@ -138,6 +138,8 @@ class Plan:
         found = [f"{d.name}: {d.source or 'as given'}", f"reached rates: {d.reach.origin}"]
         if m.reason:
             found.append(f"this model cannot be served here: {m.reason}")
+        if d.shared:
+            found.append("ranks of one machine share its cores and memory: steps get no shorter for them")
         if d.kind not in ("cpu", "cuda"):
             found.append(f"this engine does not compute on {d.kind} devices")
         if d.kind != "cpu" and self.demand.dtype.startswith("int8"):
@@ -158,7 +160,8 @@ def make_plan(
     if chosen is None:
         advice = refuse(found, device, demand, count, fewest_devices(model, device, demand, tp))
     else:
-        wider = wider_option(model, device, demand, chosen)
+        # Ranks that share a machine would share it with more, and be slower each.
+        wider = None if device.shared else wider_option(model, device, demand, chosen)
         advice = recommend(chosen, None if tp else found[0], wider, device, count, gap_s)
     planned = chosen or nearest(found)
     return Plan(

@@ -34,6 +34,7 @@ class Recommendation:
         return {
             "kind": self.kind,
             "sentence": self.sentence,
+            "reason": "; ".join(self.reasons),
             "reasons": list(self.reasons),
             "option": str(self.option.layout) if self.option else None,
             "data_parallel": self.option.layout.replicas if self.option else None,
@@ -81,6 +82,8 @@ def _kind(chosen: Option) -> str:
 
 def _sentence(chosen: Option, device: Device, count: int) -> str:
     layout = chosen.layout
+    if device.shared:
+        return f"{layout.tp} ranks on this machine (--tp {layout.tp}), as asked for."
     if layout.devices == 1:
         one = _devices(1, device)
         return f"{one[0].upper()}{one[1:]} is enough: do not distribute."
