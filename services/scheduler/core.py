@@ -8,6 +8,7 @@ answered together.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from services.scheduler.admission import Reservation
@@ -308,6 +309,11 @@ class Core:
             self._manned_at = now
         self._effects += self.fleet.tick(now)
         self._effects += self.desk.tick(now)
+        if len(self.desk.queue) and any(i.info.tier for i in self.fleet.choices):
+            # What a tier holds changes while they wait.
+            fetch = self.rules.fetch
+            first = islice(self.desk.queue, fetch.refresh_first)
+            self._look_up([seq for seq in first if now - seq.asked_at > fetch.refresh_s], now)
 
     def _wake(self, now: float) -> None:
         """G4: after a pause of our own, beacon first and listen before anything else is sent."""
@@ -334,11 +340,13 @@ class Core:
         choices, fetching = self.fleet.choices, self.planner.fetching
         asked: dict[tuple[str, bytes], tuple[list[int], list[BlockHash]]] = {}
         for sequence in arrivals:
+            sequence.asked_at = now
             if not fetching.wants_hints(sequence, choices):
                 continue
             hashes = prefix_hashes(choices[0], sequence)
             if hashes:
-                sequence.hold_until = now + fetching.rules.lookup_s
+                if sequence.fetch is None:
+                    sequence.hold_until = now + fetching.rules.lookup_s
                 client = sequence.request.client.id
                 asked.setdefault((client, hashes[-1]), ([], hashes))[0].append(sequence.handle)
         for (client, _), (handles, hashes) in asked.items():

@@ -24,6 +24,9 @@ class FetchRules:
     """What the shared index may take to answer; sequences are held back for it that long at most."""
     lookup_worth: float = 4.0
     """They are looked up if computing what they lack takes so many times as long."""
+    refresh_s: float = 5.0
+    """Those at the head of the queue are looked up anew after so long."""
+    refresh_first: int = 16
     share: float = 0.75
     """Of the time of computing the same, a fetch may be expected to take at most this."""
     least_blocks: int = 2
@@ -64,7 +67,7 @@ class Fetching:
     def wants_hints(self, sequence: Sequence, fleet: Many[Instance]) -> bool:
         """Whether what a tier holds of it could change anything, by what the instances hold themselves."""
         request = sequence.request
-        if request.canary or request.sampling.prompt_logprobs is not None:
+        if request.canary or request.sampling.prompt_logprobs is not None or sequence.offloaded is not None:
             return False
         tokens = len(request.prompt) + len(sequence.out)
         for instance in fleet:

@@ -75,7 +75,7 @@ class Outlook:
             fetch_s=self.fetching.fetch_s(instance, fetch, self.now) if fetch else 0.0,
             soon_s=soon_s,
             ahead_s=instance.ahead_s + self._late_s(instance),
-            room_s=self._room_s(instance, seat, waiting),
+            room_s=self._room_s(instance, sequence, seat, waiting),
             queue_tokens=instance.backlog + promised.tokens + sum(f.left_tokens for f in fetchers),
             running=len(instance.running) + waiting,
             decoding=instance.decoding,
@@ -115,14 +115,18 @@ class Outlook:
             return 0.0
         return max(0.0, self.now - instance.progress_at - instance.in_flight[0].cost_s)
 
-    def _room_s(self, instance: Instance, seat: Seat, waiting: int) -> float:
-        """Seconds until enough of the running have ended, by what they are expected to write."""
+    def _room_s(self, instance: Instance, sequence: Sequence, seat: Seat, waiting: int) -> float:
+        """Seconds until enough of the running have ended, by what they are expected to write, or have made
+        way for a more urgent one."""
         slots = 1 + waiting - min(len(instance.free_slots), self.slots(instance) - len(instance.running))
         blocks = (
             0 if seat.fits else max(1, seat.need + seat.reserve + instance.set_aside - instance.pool.free)
         )
         if slots <= 0 and not blocks:
             return 0.0
+        if any(other.request.priority > sequence.request.priority for other in instance.running):
+            # What they hold comes back with the frames in flight; then they have to be computed again.
+            return instance.ahead_s + 2.0 * instance.fit.step_s
         frames = 0
         for left, held in self._ends_of(instance):
             if slots <= 0 and blocks <= 0:

@@ -14,7 +14,7 @@ from services.scheduler.budget import Cost
 LOAD_TOKENS = 8
 """Tokens of its output for which the newcomer's cost to itself of everybody decoding beside it counts."""
 
-WORK_DELAY = 2.0
+WORK_DELAY = 3.0
 WORK_MOST = 4.0
 """Work on a prompt delays those that come while it is waited for: where prompts take a share r of the time,
 r / (1 - r) requests. Each counts so many times as the newcomer's own delay, and so much at most. Without it a

@@ -104,6 +104,8 @@ class Sequence:
     """row of the shared index → leading blocks of prompt + out it is said to hold."""
     hold_until: float = 0.0
     """Not admitted before: its hints are on their way."""
+    asked_at: float = 0.0
+    """When they were last asked for."""
     fetch: FetchUnderWay | None = None
     """What it waits for while QUEUED: the beginning of it comes from the second tier."""
     fetch_tried: int = 0
