@@ -23,7 +23,7 @@ from services.kvstore.core import (
     Tick,
 )
 from shared.bus.port import Bus, BusDown
-from shared.store.port import IndexFull, Store, StoreDown
+from shared.store.port import IndexFull, Store, StoreDown, number_of
 from shared.store.records import encode_record
 from shared.subjects import KV_EVENTS, KV_RESTATE
 from shared.wire import Restate
@@ -204,7 +204,7 @@ class KvstoreService:
         model, cursor, kept = self._sweep
         try:
             if cursor == 0:
-                self._on(RowsFound(model, frozenset(await self._store.index_instances(model))))
+                self._compare(model, await self._store.index_rows(model))
             part = await self._store.index_sweep(model, cursor)
         except StoreDown as error:
             self._lost_store(str(error))
@@ -214,6 +214,13 @@ class KvstoreService:
         self._sweep = (model, part.cursor, kept + part.kept) if part.cursor else None
         if self._sweep is None:
             self.swept_blocks[model] = kept + part.kept
+
+    def _compare(self, model: str, found: dict[str, int]) -> None:
+        """The rows that lookups see, against ours: whoever changed or lost them, they are begun anew."""
+        for (row_model, instance), (born, row) in list(self._rows.items()):
+            if row_model == model and found.get(instance) != number_of(row):
+                self._on(RowLost(instance, born))
+        self._on(RowsFound(model, frozenset(found)))
 
     async def _leave(self) -> None:
         """Give the duty to whoever waits for it."""

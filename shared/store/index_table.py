@@ -47,6 +47,9 @@ class IndexTable(msgspec.Struct, frozen=True, array_like=True):
     def owners(self) -> dict[int, str]:
         return {number: instance for instance, (number, _) in self.live.items()}
 
+    def numbers(self) -> dict[str, int]:
+        return {instance: number for instance, (number, _) in self.live.items()}
+
     def live_bits(self) -> bytes:
         """Bitmap of live numbers in SETBIT's order: number 0 is the highest bit of the first byte."""
         bits = bytearray(max((number for number, _ in self.live.values()), default=0) // 8 + 1)

@@ -95,9 +95,9 @@ class MemoryStore:
         self._reach()
         self._tables[model] = self._table(model).retire(instance)
 
-    async def index_instances(self, model: str) -> set[str]:
+    async def index_rows(self, model: str) -> dict[str, int]:
         self._reach()
-        return set(self._table(model).live)
+        return self._table(model).numbers()
 
     async def index_add(self, model: str, row: int, hashes: Sequence[bytes]) -> bool:
         if not self._is_row(model, row):

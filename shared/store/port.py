@@ -94,8 +94,8 @@ class Store(Protocol):
     async def index_retire(self, model: str, instance: str) -> None:
         """Forget the instance at once. Idempotent."""
 
-    async def index_instances(self, model: str) -> set[str]:
-        """Instances that have a row."""
+    async def index_rows(self, model: str) -> dict[str, int]:
+        """Number in the bitmaps of each instance that has a row, as lookups see them."""
 
     async def index_add(self, model: str, row: int, hashes: Sequence[bytes]) -> bool:
         """False, and nothing is kept, when there is no such row (any more): the store was flushed, or the row

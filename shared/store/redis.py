@@ -134,9 +134,9 @@ class RedisStore:
     async def index_retire(self, model: str, instance: str) -> None:
         await self._change_table(model, lambda table: table.retire(instance))
 
-    async def index_instances(self, model: str) -> set[str]:
+    async def index_rows(self, model: str) -> dict[str, int]:
         async with self._reach():
-            return set(decode_table(await self._table(model)).live)
+            return decode_table(await self._table(model)).numbers()
 
     async def index_add(self, model: str, row: int, hashes: Sequence[bytes]) -> bool:
         return await self._write_blocks(self._add, model, hashes, [*_number_token(row), keys.BLOCK_TTL_S])
@@ -199,6 +199,14 @@ class RedisStore:
         (raw,) = await self._client.mget(keys.index(model))
         return raw or b""
 
+    async def _numbers(self, model: str) -> list[int]:
+        """Numbers that were in use when the table alone got lost: bitmaps still carry them."""
+        try:
+            fields = await self._client.hkeys(keys.rows(model))
+        except redis.exceptions.ResponseError:
+            return []
+        return sorted({int(field) for field in fields if field.isdigit() and int(field) < MAX_NUMBERS})
+
     async def _change_table(
         self,
         model: str,
@@ -210,7 +218,10 @@ class RedisStore:
         for _ in range(_SWAP_ATTEMPTS):
             async with self._reach():
                 raw = await self._table(model)
-            table = change(decode_table(raw))
+                table = decode_table(raw)
+                if table == IndexTable():
+                    table = IndexTable(retired=[(number, 0) for number in await self._numbers(model)])
+            table = change(table)
             async with self._reach():
                 args: list[Any] = [raw, encode_table(table), table.live_bits(), keys.TABLE_TTL_S, *row()]
                 if await self._swap(keys=where, args=args):

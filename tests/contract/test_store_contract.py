@@ -169,10 +169,10 @@ async def test_a_number_is_given_anew_only_after_a_sweep_that_began_after_it_ret
 ) -> None:
     old = await store.index_begin(model, "dead", 1)
     await store.index_add(model, old, CHAIN[:700])
-    assert await store.index_instances(model) == {"dead"}
+    assert await store.index_rows(model) == {"dead": number_of(old)}
     await store.index_retire(model, "dead")
     await store.index_retire(model, "dead")
-    assert await store.index_instances(model) == set()
+    assert await store.index_rows(model) == {}
     kept = await store.index_begin(model, "w0", 1)
     await store.index_add(model, kept, CHAIN[:600])
     assert number_of(kept) != number_of(old)
@@ -256,6 +256,23 @@ async def test_after_a_flush_nobody_writes_into_the_row_that_got_its_number() ->
 
 
 @pytest.mark.servers
+async def test_when_the_table_alone_is_lost_no_number_is_given_anew_that_bitmaps_still_carry() -> None:
+    with redis_server() as server:
+        store = RedisStore(f"redis://127.0.0.1:{server.port}/0")
+        old = await store.index_begin("m", "w0", 1)
+        await store.index_add("m", old, CHAIN[:5])
+        await store._client.delete(keys.index("m"))
+        heir = await store.index_begin("m", "w1", 1)
+        assert number_of(heir) != number_of(old)
+        assert await store.longest_prefix("m", CHAIN) == {}
+        await sweep(store, "m")
+        next_one = await store.index_begin("m", "w2", 1)
+        assert number_of(next_one) == number_of(old)
+        assert await store.longest_prefix("m", CHAIN) == {}
+        await store.close()
+
+
+@pytest.mark.servers
 async def test_what_no_kvstore_wrote_under_the_keys_is_no_error_and_gives_way_to_what_one_writes() -> None:
     with redis_server() as server:
         store = RedisStore(f"redis://127.0.0.1:{server.port}/0")
@@ -280,7 +297,7 @@ async def test_what_no_kvstore_wrote_under_the_keys_is_no_error_and_gives_way_to
             await server_side.delete(key)
             await server_side.lpush(key, b"no bitmap")
         assert await store.longest_prefix("m", CHAIN) == {}
-        assert await store.index_instances("m") == set()
+        assert await store.index_rows("m") == {}
         assert not await store.index_add("m", 0, CHAIN)
         row = await store.index_begin("m", "w0", 1)
         assert await store.index_remove("m", row, CHAIN)

@@ -1,5 +1,5 @@
-"""The prefix index in a real Redis, kept by real kvstores, equals what instances and second tiers hold, whatever
-is lost, doubled, overtaken, restarted or flushed on the way."""
+"""The prefix index in a real Redis, kept by real kvstores, equals what instances and second tiers hold,
+whatever is lost, doubled, overtaken, restarted or flushed on the way."""
 
 import asyncio
 import random
@@ -16,6 +16,7 @@ from shared import kv_events
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.port import BusDown
 from shared.kv_events import KvEventLog
+from shared.store import keys
 from shared.store.port import StoreDown
 from shared.store.redis import RedisStore
 from shared.subjects import KV_EVENTS, KV_RESTATE, TIER, tier_row
@@ -243,6 +244,12 @@ async def test_after_ten_thousand_random_events_with_losses_the_index_equals_wha
         instances[name] = Instance(road, name, lives)
         await instances[name].start()
 
+    async def lose(*names: str) -> None:
+        """These keys, or all, go without a word."""
+        with suppress(StoreDown):
+            async with store._reach():
+                await (store._client.delete(*names) if names else store._client.flushall())
+
     async def fault(kind: str, kvstores: Kvstores) -> None:
         name, kvstore = rng.choice(NAMES), rng.choice(("k0", "k1"))
         if kind == "reborn":
@@ -251,9 +258,9 @@ async def test_after_ten_thousand_random_events_with_losses_the_index_equals_wha
             if name in instances:
                 await instances.pop(name).end()
         elif kind == "flush":
-            with suppress(StoreDown):
-                async with store._reach():
-                    await store._client.flushall()
+            await lose()
+        elif kind == "eviction":
+            await lose(rng.choice((keys.index, keys.live, keys.rows))(MODEL))
         elif kind == "outage":
             server.stop()
             await asyncio.sleep(rng.random() * 0.1)  # the outage itself
@@ -266,7 +273,7 @@ async def test_after_ten_thousand_random_events_with_losses_the_index_equals_wha
             await asyncio.sleep(rng.random() * 0.05)
             kvstores.link(kvstore, up=True)
 
-    common = {"reborn": 45, "death": 10, "flush": 12, "outage": 4, "handover": 12, "deaf": 12}
+    common = {"reborn": 45, "death": 10, "flush": 12, "eviction": 12, "outage": 4, "handover": 12, "deaf": 12}
     async with kvstores_on(road, server) as kvstores:
         for name in NAMES:
             await begin_life(name)
