@@ -122,6 +122,9 @@ class Optimist:
     def output_tokens(self, max_tokens: int, written: int) -> int:
         return min(written + 1, max_tokens)
 
+    def expected_tokens(self, max_tokens: int, written: int) -> int:
+        return self.output_tokens(max_tokens, written)
+
     def observe(self, max_tokens: int, generated: int) -> None:
         return
 
