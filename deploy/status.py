@@ -136,7 +136,8 @@ def tier_line(tier: dict[str, Any]) -> str:
     return (
         f"second tier of {tier['id']}: {sum(tier['complete'].values())} blocks, "
         f"{_size(tier['memory_bytes'])} of {_size(tier['memory_budget'])} memory, {disk}"
-        f"{tier['connections']} connection(s), {tier['hits']} of {asked} blocks asked for found{wrong}"
+        f"{tier['connections']} connection(s), {tier['hits']} of {asked} blocks asked for found{wrong}, "
+        f"{_size(tier['received_bytes_per_s'])}/s in, {_size(tier['sent_bytes_per_s'])}/s out"
     )
 
 

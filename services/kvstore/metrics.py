@@ -54,7 +54,7 @@ class TierMetrics(Collector):
     def collect(self) -> Iterable[Any]:
         book, server = self._tier.store.book, self._tier.server
         counts = book.counts
-        counters = {
+        counters: dict[str, tuple[float, str]] = {
             "stored": (counts.stored, "Blocks stored"),
             "had": (counts.had, "Blocks offered that were there before"),
             "hits": (counts.hits, "Blocks read"),
@@ -74,7 +74,9 @@ class TierMetrics(Collector):
         }
         for name, (value, text) in counters.items():
             yield CounterMetricFamily(f"hortator_tier_{name}", text, value=value)
-        gauges = {
+        gauges: dict[str, tuple[float, str]] = {
+            "received_bytes_per_s": (self._tier.received.per_s, "Over the last ten seconds"),
+            "sent_bytes_per_s": (self._tier.sent.per_s, "Over the last ten seconds"),
             "connections": (server.connected, "Connections open"),
             "pinned_bytes": (book.pinned_bytes, "Bytes held by leases"),
             "leases": (book.leases, "Leases"),

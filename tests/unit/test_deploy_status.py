@@ -109,14 +109,16 @@ def test_a_second_tier_is_told_in_one_line():
         "hits": 90,
         "misses": 10,
         "corrupt": 0,
+        "received_bytes_per_s": 3 << 20,
+        "sent_bytes_per_s": 0,
     }
     assert tier_line(tier) == (
         "second tier of kvstore: 1234 blocks, 400 MiB of 512 MiB memory, 2 connection(s), "
-        "90 of 100 blocks asked for found"
+        "90 of 100 blocks asked for found, 3 MiB/s in, 0 B/s out"
     )
     spilled = tier | {"disk_bytes": 3 << 29, "disk_budget": 2 << 40, "corrupt": 1}
     assert "1.5 GiB of 2 TiB disk" in tier_line(spilled)
-    assert tier_line(spilled).endswith("found, 1 corrupt")
+    assert "found, 1 corrupt," in tier_line(spilled)
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed", "ready"])

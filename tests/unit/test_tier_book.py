@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.kvstore.tier.arena import Arena, Block
 from services.kvstore.tier.book import Book, Entry, Key, Place, Space, Spill
+from services.kvstore.tier.rates import Rate
 from services.kvstore.tier.segments import record_bytes
 from shared.ids import BlockHash
 
@@ -245,6 +246,18 @@ def test_only_blocks_of_which_every_rank_has_its_part_are_told() -> None:
     add(book, 0, spaces[2])
     assert len(book.changes) == 3
     assert book.complete("m") == [key(0).hash]
+
+
+def test_a_rate_is_that_of_the_last_seconds_and_falls_to_zero_when_nothing_comes() -> None:
+    rate = Rate()
+    assert rate.per_s == 0.0
+    for second in range(30):
+        rate.note(100.0 * min(second, 20), float(second))
+        if 2 <= second <= 20:
+            assert rate.per_s == pytest.approx(100.0)
+    assert rate.per_s == pytest.approx(10.0)
+    rate.note(2000.0, 31.0)
+    assert rate.per_s == 0.0
 
 
 class BookMachine(RuleBasedStateMachine):

@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 
 from services.kvstore.settings import TierOptions
+from services.kvstore.tier.rates import Rate
 from services.kvstore.tier.server import TierServer
 from services.kvstore.tier.speaker import TierSpeaker
 from services.kvstore.tier.store import TierStore
@@ -18,7 +19,7 @@ from shared.wire import TierOffer
 
 log = structlog.get_logger()
 
-EXPIRE_EVERY_S = 1.0
+TICK_S = 1.0
 
 
 class SecondTier:
@@ -26,6 +27,8 @@ class SecondTier:
 
     def __init__(self, bus: Bus, options: TierOptions, instance: str) -> None:
         self.store = TierStore(options.memory_bytes, options.disk_bytes, options.folder)
+        self.received, self.sent = Rate(), Rate()
+        """Bytes of blocks."""
         self._bus = bus
         self._options = options
         self._instance = instance
@@ -57,16 +60,22 @@ class SecondTier:
         ending = asyncio.ensure_future(stopping.wait())
         try:
             while not stopping.is_set():
-                await asyncio.wait({speaking, ending}, timeout=EXPIRE_EVERY_S, return_when="FIRST_COMPLETED")
+                await asyncio.wait({speaking, ending}, timeout=TICK_S, return_when="FIRST_COMPLETED")
                 if speaking.done():
                     speaking.result()
-                self.store.book.expire(time.monotonic())
+                self._tick(time.monotonic())
         finally:
             ending.cancel()
             speaking.cancel()
             await asyncio.wait({speaking})
             await speaker.say_goodbye()
             await self.server.close()
+
+    def _tick(self, now: float) -> None:
+        book = self.store.book
+        book.expire(now)
+        self.received.note(book.counts.bytes_in, now)
+        self.sent.note(book.counts.bytes_out, now)
 
     def _offer(self) -> TierOffer:
         return TierOffer(
@@ -97,6 +106,8 @@ class SecondTier:
             "corrupt": counts.corrupt,
             "evicted": counts.evicted,
             "refused": counts.refused,
-            "bytes_in": counts.bytes_in,
-            "bytes_out": counts.bytes_out,
+            "received_bytes": counts.bytes_in,
+            "sent_bytes": counts.bytes_out,
+            "received_bytes_per_s": round(self.received.per_s),
+            "sent_bytes_per_s": round(self.sent.per_s),
         }
