@@ -20,7 +20,7 @@ _MOST_BARS = 24
 
 def draw(plan: Plan, path: Path) -> Path:
     """The fullest rank of each option, one bar each; devices' memory and what is planned of it as lines."""
-    options = plan.options[:_MOST_BARS]
+    options = plan.compared[:_MOST_BARS]
     largest = max(plan.device.memory_bytes, *(option.fullest.total_bytes for option in options))
     unit, name = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
     made, axes = figure(width=max(6.0, 2.5 + 1.1 * len(options)), height=5.0)
@@ -59,6 +59,7 @@ def draw(plan: Plan, path: Path) -> Path:
     axes.set_title(
         f"{plan.model.name}: {demand.concurrency:,} sequences × {demand.kept:,} tokens on {plan.device.name}",
         fontsize=10,
+        parse_math=False,
     )
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return save(made, path)

@@ -111,7 +111,7 @@ def _options(plan: Plan) -> Table:
     for heading in ("#", "rank takes", "of it", "max seqs", "step", "comm", "prompt/s", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for option in plan.options:
+    for option in plan.compared:
         chosen = option is plan.recommendation.option
         table.add_row(*_row(option), "← this" if chosen else _mark(option), style="bold" if chosen else "")
     return table
@@ -130,7 +130,11 @@ def _row(option: Option) -> list[str]:
         return [*cells, "?", "?", "?", "?"]
     share = f"{speed.decode.share:.0%}" if layout.ranks > 1 else ""
     prompts = speed.prompt_tok_s * layout.replicas
-    return [*cells, ms(option.step_s), share, f"{prompts:,.0f}", f"{option.tok_s:,.0f}"]
+    return [*cells, ms(option.step_s), share, _rate(prompts), _rate(option.tok_s)]
+
+
+def _rate(value: float) -> str:
+    return said(round(value)) if value >= 1e6 else f"{value:,.0f}"
 
 
 def _mark(option: Option) -> str:

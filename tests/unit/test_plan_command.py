@@ -73,15 +73,15 @@ def test_kv_without_grouped_heads_is_known(reserved: str, kv: int) -> None:
 def test_the_ledger_has_its_classes_over_all_ranks_and_the_same_of_each(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA_70B))
-    plan = planned("--model", str(config), "--device", "H100", "--count", "8", "--concurrency", "16")
+    plan = planned("--model", str(config), "--device", "L40S", "--count", "4", "--concurrency", "16")
     names = [f"{name}_bytes" for name in CLASSES]
     assert list(plan["ledger"]) == names
-    assert len(plan["ranks"]) == 8
+    assert len(plan["ranks"]) == 4
     for name in names:
         assert plan["ledger"][name] == sum(rank[name] for rank in plan["ranks"])
     assert plan["ledger"]["total_bytes"] == sum(plan["ledger"][name] for name in names[:-1])
     assert plan["model"]["parameters"] == 70_553_706_496
-    assert plan["recommendation"]["tensor_parallel"] == 8
+    assert plan["recommendation"]["tensor_parallel"] == 4
     kinds = {
         (o["data_parallel"] > 1, o["tensor_parallel"] > 1, o["pipeline_parallel"] > 1)
         for o in plan["options"]
@@ -130,7 +130,7 @@ def test_the_command_line_plans_where_there_is_no_torch(tmp_path: Path) -> None:
 def test_people_read_the_sums_the_options_and_one_recommendation(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     done = hortator_plan(
-        *("--model", str(tmp_path), "--device", "H100", "--count", "8", "--dtype", "bfloat16"),
+        *("--model", str(tmp_path), "--device", "L40S", "--count", "4", "--dtype", "bfloat16"),
         *("--concurrency", "16", "--context", "2048"),
     )
     assert done.returncode == 0, done.stderr
@@ -138,12 +138,12 @@ def test_people_read_the_sums_the_options_and_one_recommendation(tmp_path: Path)
     assert "2 × 80 layers × 8 KV heads × 128 × 2 bytes = 327,680 bytes" in text
     assert "16 sequences × 2,048 tokens" in text
     assert "70,553,706,496 parameters × 2 bytes = 141.1 GB" in text
-    assert "Use all 8 devices: 8 ranks (--tp 8)." in text
+    assert "Use all 4 devices: 4 ranks (--tp 4)." in text
     assert "one device alone does not fit" in text
-    assert "pipeline 8" in text
+    assert "pipeline 4" in text
     assert "not served" in text
     assert "hortator up --model" in text
-    assert "--tp 8 --device cuda:0,cuda:1" in text
+    assert "--tp 4 --device cuda:0,cuda:1" in text
     assert "assumed, not measured" in text
 
 

@@ -176,8 +176,9 @@ def test_a_pipeline_makes_no_step_shorter() -> None:
 
 def test_data_tensor_and_pipeline_parallel_stand_side_by_side() -> None:
     found = options(LLAMA_8B, find_device("H100"), demand(), 4)
-    layouts = {(o.layout.replicas, o.layout.tp, o.layout.stages) for o in found}
-    assert layouts == {(1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4)}
+    layouts = [(o.layout.replicas, o.layout.tp, o.layout.stages) for o in found]
+    whole = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4)]
+    assert layouts == whole
     assert all(o.served == (o.layout.stages == 1) for o in found)
 
 
@@ -193,7 +194,8 @@ def test_one_device_is_enough_where_the_load_fits_it() -> None:
 def test_a_model_larger_than_a_device_is_split_over_the_fewest_that_hold_it() -> None:
     plan = planned(LLAMA_70B, "H100", count=8, concurrency=16, context=2048)
     assert plan.recommendation.kind == "tensor parallel"
-    assert plan.planned.layout.tp == 8
+    assert plan.planned.layout == Layout(tp=4)
+    assert "4 of the 8 are not needed" in " ".join(plan.recommendation.reasons)
     assert any("one device alone does not fit" in reason for reason in plan.recommendation.reasons)
 
 
@@ -218,6 +220,15 @@ def test_the_devices_it_is_said_to_need_are_enough(concurrency: int, context: in
             o.fits and o.served
             for o in planned(LLAMA_8B, device, needs, concurrency=concurrency, context=context).options
         )
+
+
+def test_as_many_instances_as_just_hold_the_load_are_an_option() -> None:
+    alone = planned(LLAMA_8B, "A100-80", context=4096, concurrency=1)
+    most = alone.planned.max_concurrency
+    assert most is not None
+    plan = planned(LLAMA_8B, "A100-80", count=16, context=4096, concurrency=5 * most)
+    assert plan.planned.layout.devices <= 5
+    assert Layout(5) in [option.layout for option in plan.options]
 
 
 def test_a_plan_that_leaves_no_room_does_not_fit_comfortably() -> None:

@@ -64,7 +64,8 @@ def read_sizes(raw: object, source: str, context: int | None = None, name: str =
         )
     config, reason = _served(raw, source, context)
     inner = raw.get("text_config")
-    return _Reader(inner if isinstance(inner, Mapping) else raw, source).sizes(name or source, config, reason)
+    name = (name or source).encode("utf-8", "replace").decode()
+    return _Reader(inner if isinstance(inner, Mapping) else raw, source).sizes(name, config, reason)
 
 
 def parse_sizes(text: bytes, source: str, context: int | None = None, name: str = "") -> ModelSizes:

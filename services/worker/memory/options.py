@@ -21,6 +21,7 @@ COMFORT = 0.95
 than expected."""
 MOST_DEVICES = 4096
 _MOST_SEQUENCES = 1 << 20
+_MOST_SIZES = 12
 _DEGREES = (*range(1, 65), *(1 << i for i in range(7, 13)))
 
 FITS, TIGHT, TOO_BIG = "fits", "does not fit comfortably", "does not fit"
@@ -120,20 +121,30 @@ def option(model: ModelSizes, device: Device, demand: Demand, layout: Layout) ->
 
 
 def options(model: ModelSizes, device: Device, demand: Demand, count: int, tp: int = 0) -> tuple[Option, ...]:
-    """Layouts worth comparing on up to `count` devices, one device first; with `tp`, those of that degree.
+    """Layouts worth comparing on up to `count` devices, one device first, also those of as many instances as
+    just hold the load; with `tp`, those of that degree.
 
     Raises ValueError where the model cannot be split into `tp`.
     """
     if tp:
         layouts = [Layout(tp=tp), *([Layout(count // tp, tp)] if count >= 2 * tp else [])]
         return tuple(option(model, device, demand, layout) for layout in layouts)
-    found = []
+    found = {}
     for layout in layouts_of(count, device.island):
         try:
-            found.append(option(model, device, demand, layout))
+            found[layout] = made = option(model, device, demand, layout)
         except ValueError:  # more ranks than heads or layers
             continue
-    return tuple(found)
+        if layout.replicas == layout.stages == 1 and made.max_concurrency:
+            just = Layout(-(-demand.concurrency // made.max_concurrency), layout.tp)
+            if just.devices <= count and just not in found:
+                found[just] = option(model, device, demand, just)
+    return tuple(sorted(found.values(), key=_order))
+
+
+def _order(found: Option) -> tuple[int, int, int]:
+    layout = found.layout
+    return layout.stages, layout.tp, layout.replicas
 
 
 def nearest(found: Sequence[Option]) -> Option:
@@ -151,15 +162,16 @@ def wider_option(model: ModelSizes, device: Device, demand: Demand, chosen: Opti
 
 
 def layouts_of(count: int, island: int) -> list[Layout]:
-    """One device; then data, tensor and pipeline parallel of every degree that divides `count` or is a power
-    of two, with what devices are left as further instances; then tensors within islands, stages between."""
-    degrees = [n for n in range(2, count + 1) if count % n == 0 or n & (n - 1) == 0]
-    if len(degrees) > 12:
-        degrees = [n for n in degrees if n & (n - 1) == 0 or n == count]
-    layouts = [Layout()]
-    layouts += [Layout(replicas=count)] if count > 1 else []
-    layouts += [Layout(count // n, tp=n) for n in degrees]
-    layouts += [Layout(count // n, stages=n) for n in degrees]
+    """One device; then instances of one, by their number; then tensor parallel ones, by degree and number;
+    pipelines of all devices; and tensors within islands, stages between them.
+
+    Degrees and numbers are those that divide `count`, or powers of two.
+    """
+    sizes = [n for n in range(1, count + 1) if count % n == 0 or n & (n - 1) == 0]
+    if len(sizes) > _MOST_SIZES:
+        sizes = [n for n in sizes if n & (n - 1) == 0 or n == count]
+    layouts = [Layout(n, tp) for tp in sizes for n in sorted({*sizes, count // tp}) if n * tp <= count]
+    layouts += [Layout(count // n, stages=n) for n in sizes[1:]]
     if count > island > 1 and count % island == 0:
         layouts.append(Layout(tp=island, stages=count // island))
     return layouts

@@ -11,6 +11,8 @@ from services.worker.memory.options import Option, fewest_devices, nearest, opti
 from services.worker.memory.recommend import Recommendation, choose, gb, recommend, refuse
 from services.worker.memory.sizes import ModelSizes
 
+_MANY = 12
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -26,6 +28,18 @@ class Plan:
     recommendation: Recommendation
     block: BlockChoice | None
     """None where there is no KV."""
+
+    @property
+    def compared(self) -> tuple[Option, ...]:
+        """The options worth a person's eye: all, or of many one device, those that use all devices, and what
+        is recommended."""
+        if len(self.options) <= _MANY:
+            return self.options
+        return tuple(
+            o
+            for o in self.options
+            if o is self.planned or o.layout.devices == 1 or o.layout.replicas == self.count // o.layout.ranks
+        )
 
     @property
     def ledger(self) -> Ledger:
