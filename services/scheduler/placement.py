@@ -14,12 +14,11 @@ from services.scheduler.budget import Cost
 LOAD_TOKENS = 8
 """Tokens of its output for which the newcomer's cost to itself of everybody decoding beside it counts."""
 
-WORK_DELAY = 3.0
-WORK_MOST = 4.0
+WORK_LEAST, WORK_DELAY, WORK_MOST = 0.5, 3.0, 4.0
 """Work on a prompt delays those that come while it is waited for: where prompts take a share r of the time,
-r / (1 - r) requests. Each counts so many times as the newcomer's own delay, and so much at most. Without it a
-cached prefix is given up for a short queue, and the fleet computes it again and again
-(docs/decisions/2026-11-30-placement.md)."""
+r / (1 - r) requests. Each counts `WORK_DELAY` times as the newcomer's own delay. Without it a cached prefix
+is given up for a short queue, and the fleet computes it again and again; what is being computed already is
+not begun anew elsewhere for nothing (docs/decisions/2026-11-30-placement.md)."""
 
 EVICTION_SHARE = 0.05
 """Likelihood that a cached token which has to go for the newcomer would have been wanted again."""
@@ -115,7 +114,7 @@ def cost_s(candidate: Candidate) -> float:
     decodes beside it, and what is pushed out of the cache."""
     c = candidate
     share = min(c.prompt_share, 0.99)
-    delayed = min(WORK_DELAY * share / (1.0 - share), WORK_MOST)
+    delayed = min(WORK_LEAST + WORK_DELAY * share / (1.0 - share), WORK_MOST)
     tokens = delayed * (c.lacking_tokens - c.fetch_tokens) + EVICTION_SHARE * c.evicted_tokens
     return first_token_s(c) + tokens * c.cost.per_token_s + LOAD_TOKENS * c.cost.per_decode_s * c.running
 
