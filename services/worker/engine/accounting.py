@@ -125,6 +125,8 @@ def _weigh_native(rank: Rank, decoder: NativeDecoder) -> Ledger:
         logits = decoder.forward_layers(widest, layers - 1, layers, chunks)
     rank.draw(logits)
     activations = step.grown()
+    del logits
+    give_back()  # or what sampling let go would hide what attention takes
     cut = Peak()
     decoder.forward_layers(longest, 0, 1, decoder.plan(longest.size), embed=True)
     return _of_process(step, decoder.weights.resident_bytes, rank.kv, activations, cut.grown())

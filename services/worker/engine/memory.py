@@ -7,8 +7,9 @@ import mmap
 import torch
 
 from services.worker.engine.resident import resident_in
-from services.worker.memory.served import ALIGN, HUGE
+from services.worker.memory.served import ALIGN
 
+HUGE = 2 << 20
 _POPULATE_WRITE = 23
 # MADV_POPULATE_WRITE, which Python's mmap does not name before 3.13.
 

@@ -14,8 +14,6 @@ from services.worker.parallel.split import Shard
 PANEL = 16
 ALIGN = 64
 """Pieces of an arena begin at multiples of this."""
-HUGE = 2 << 20
-"""Arenas get pages of this size."""
 LOGITS_KEPT = 256
 """Rows of logits that native kernels keep room for at most."""
 CUDA_ROWS = 256
@@ -193,7 +191,7 @@ def _native(c: ModelConfig, shard: Shard, load: Load) -> tuple[int, int, int]:
     logits = min(load.slots, load.step_tokens)
     buffers = native_buffer_bytes(c, load.dtype, load.step_tokens, logits)
     weights = native_weight_bytes(c, load.dtype)
-    activations = _up(buffers, HUGE) + _sampling_bytes(c, shard, logits, load.threads)
+    activations = buffers + _sampling_bytes(c, shard, logits, load.threads)
     return weights, activations, native_scratch_bytes(c, shard, load)
 
 
