@@ -9,6 +9,7 @@ from hashlib import sha256
 import msgspec
 import pytest
 
+from services.kvstore.tier.arena import cost
 from shared.tier import frames
 from shared.tier.client import TierClient, TierDown
 from shared.wire import TierOffer
@@ -20,7 +21,7 @@ LEASE = b"l" * frames.LEASE_BYTES
 
 @pytest.fixture
 def tier() -> Iterator[RunningTier]:
-    with running_tier(memory=32 * SIZE) as running:
+    with running_tier(memory=32 * cost(SIZE)) as running:
         yield running
 
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.kvstore.tier import server as shell
+from services.kvstore.tier.arena import cost
 from shared.tier import frames
 from shared.tier.client import TierClient
 from shared.tier.frames import Hello, Op
@@ -21,7 +22,7 @@ SIZE = 4096
 
 @pytest.fixture(scope="module")
 def tier() -> Iterator[RunningTier]:
-    with running_tier(memory=64 * SIZE) as running:
+    with running_tier(memory=64 * cost(SIZE)) as running:
         yield running
 
 
@@ -194,7 +195,7 @@ def test_a_reader_that_takes_nothing_holds_one_block_for_a_while_and_no_more(
 ) -> None:
     size = 8 << 20
     monkeypatch.setattr(shell, "MOVE_S", 0.3)
-    with running_tier(memory=4 * size) as tier:
+    with running_tier(memory=4 * cost(size)) as tier:
         client = TierClient(tier.offer, "m", 0, 1, size)
         data = content(1, size)
         assert client.put(block_hash(1), memoryview(data), sha256(data).digest())

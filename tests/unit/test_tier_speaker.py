@@ -12,6 +12,7 @@ from services.kvstore import service as index_shell
 from services.kvstore.service import KvstoreService
 from services.kvstore.settings import KvstoreSettings, TierOptions, tier_options
 from services.kvstore.tier import speaker as shell
+from services.kvstore.tier.arena import cost
 from services.kvstore.tier.book import Space
 from services.kvstore.tier.service import SecondTier
 from shared.bus.memory import MemoryBroker
@@ -37,7 +38,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(folder: Path | None = None, port: int = 0) -> TierOptions:
     disk = 0 if folder is None else 1 << 20
-    return TierOptions(64 * SIZE, disk, folder, "127.0.0.1", port, "127.0.0.1")
+    return TierOptions(64 * cost(SIZE), disk, folder, "127.0.0.1", port, "127.0.0.1")
 
 
 @asynccontextmanager

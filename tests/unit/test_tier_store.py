@@ -15,6 +15,7 @@ import pytest
 
 from services.kvstore.tier import segments as disk
 from services.kvstore.tier import store as shell
+from services.kvstore.tier.arena import cost
 from services.kvstore.tier.book import Key, Place, Space
 from services.kvstore.tier.segments import DiskFault, Found, Segments, record_bytes
 from services.kvstore.tier.store import Receive, TierStore
@@ -30,7 +31,7 @@ RECORD = record_bytes(SIZE)
 
 @asynccontextmanager
 async def opened(folder: Path | None, memory: int = 8, disk_records: int = 64, flush_s: float = 5.0) -> Any:
-    store = TierStore(memory * SIZE, disk_records * RECORD, folder)
+    store = TierStore(memory * cost(SIZE), disk_records * RECORD, folder)
     await store.open()
     try:
         yield store
@@ -70,7 +71,7 @@ async def test_blocks_that_memory_has_no_room_for_come_back_from_disk(tmp_path: 
         for n in range(40):
             assert await put(store, n) is Put.STORED
         assert [await get(store, n) for n in range(40)] == [content(n) for n in range(40)]
-        assert store.book.arena.used <= 8 * SIZE
+        assert store.book.arena.used <= 8 * cost(SIZE)
         assert store.book.counts.evicted == 0
         assert store.book.counts.disk_reads >= 32
 
@@ -306,7 +307,7 @@ async def test_two_who_bring_the_same_block_at_once_bring_it_once() -> None:
         ended = await asyncio.gather(*(put(store, 1) for _ in range(5)))
         assert ended.count(Put.STORED) == 1
         assert set(ended) <= {Put.STORED, Put.FULL, Put.HAD}
-        assert store.book.arena.used == SIZE
+        assert store.book.arena.used == cost(SIZE)
 
 
 async def test_a_block_that_does_not_arrive_leaves_nothing() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.kvstore.tier.arena import Arena, Block
+from services.kvstore.tier.arena import Arena, Block, cost
 from shared.ids import BlockHash
 
 MAX_LEASES = 10_000
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     """Of the block's bytes."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     key: Key
     size: int
@@ -51,6 +51,11 @@ class Entry:
     """While there are any, its bytes stay where they are."""
     pins: int = 0
     """Leases that hold it."""
+
+    @property
+    def cost(self) -> int:
+        """Bytes of the memory's budget while it is there."""
+        return cost(self.size)
 
 
 @dataclass
@@ -203,7 +208,7 @@ class Book:
         self._memory[entry] = None
         if entry.place is None:
             self._unspilled[entry] = None
-            self._unspilled_bytes += entry.size
+            self._unspilled_bytes += entry.cost
 
     def _enter(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
@@ -253,7 +258,7 @@ class Book:
         if not self._parts[parts]:
             del self._parts[parts]
         if entry.pins:
-            self.pinned_bytes -= entry.size
+            self.pinned_bytes -= entry.cost
             entry.pins = 0
 
     def _forget(self, entry: Entry) -> None:
@@ -271,7 +276,7 @@ class Book:
     def _spilled_or_gone(self, entry: Entry) -> None:
         if entry in self._unspilled:
             del self._unspilled[entry]
-            self._unspilled_bytes -= entry.size
+            self._unspilled_bytes -= entry.cost
 
     # --- the disk -----------------------------------------------------------------------------------------
 
@@ -335,7 +340,7 @@ class Book:
             entry.place = None
             if entry.block is not None:
                 self._unspilled[entry] = None
-                self._unspilled_bytes += entry.size
+                self._unspilled_bytes += entry.cost
             else:
                 self.counts.evicted += 1
                 self._gone(entry)
@@ -354,9 +359,9 @@ class Book:
             if entry is None:
                 break
             if not entry.pins:
-                if self.pinned_bytes + entry.size > self._pinnable:
+                if self.pinned_bytes + entry.cost > self._pinnable:
                     break
-                self.pinned_bytes += entry.size
+                self.pinned_bytes += entry.cost
             entry.pins += 1
             held.append(entry)
         if held:
@@ -370,7 +375,7 @@ class Book:
             if entry.pins:
                 entry.pins -= 1
                 if not entry.pins:
-                    self.pinned_bytes -= entry.size
+                    self.pinned_bytes -= entry.cost
 
     def expire(self, now: float) -> None:
         for lease in [lease for lease, (until, _) in self._leases.items() if now >= until]:
@@ -389,12 +394,12 @@ class Book:
         assert in_memory == {entry for entry in self._memory if self._entries.get(entry.key) is entry}
         assert all(entry.readers for entry in self._memory if entry not in entries)
         assert set(self._unspilled) == {entry for entry in self._memory if entry.place is None}
-        assert self._unspilled_bytes == sum(entry.size for entry in self._unspilled)
+        assert self._unspilled_bytes == sum(entry.cost for entry in self._unspilled)
         assert all(entry.block is not None or entry.place is not None for entry in entries)
         assert self.disk_used == sum(segment.bytes for segment in self._segments.values()) <= self.disk_bytes
         for number, segment in self._segments.items():
             assert all(entry.place is not None and entry.place.segment == number for entry in segment.entries)
-        assert self.pinned_bytes == sum(entry.size for entry in entries if entry.pins) <= self._pinnable
+        assert self.pinned_bytes == sum(entry.cost for entry in entries if entry.pins) <= self._pinnable
         for model, hashes in self._complete.items():
             for block_hash in hashes:
                 assert any(

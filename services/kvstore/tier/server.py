@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.kvstore.tier.arena import cost
 from services.kvstore.tier.book import Space
 from services.kvstore.tier.store import TierStore
 from shared.tier import frames
@@ -138,7 +139,7 @@ class TierServer:
 
     def _refusal(self, said: Hello) -> str:
         budget = self._store.book.arena.budget
-        if said.block_bytes > budget:
+        if cost(said.block_bytes) > budget:
             return f"a block of {said.block_bytes} bytes is larger than the tier's memory of {budget}"
         return ""
 
