@@ -9,7 +9,7 @@ from fractions import Fraction
 from math import ceil
 
 from services.worker.engine.config import ModelConfig
-from services.worker.memory.block_size import BlockChoice, choose_block_tokens
+from services.worker.memory.block_size import BlockChoice, choose_block_tokens, choose_for
 from services.worker.memory.devices import Device
 from services.worker.memory.ledger import Ledger
 from services.worker.memory.served import Load, message_bytes, predict_rank, weight_format
@@ -116,10 +116,12 @@ def holdings(model: ModelSizes, layout: Layout) -> tuple[Holding, ...]:
 
 
 def block_choice(model: ModelSizes, demand: Demand, tp: int) -> BlockChoice | None:
-    """Tokens of a block, by the fullest rank; None where there is no KV."""
+    """Tokens of a block, as workers choose them; None where there is no KV. ValueError as of `parts`."""
     if not model.known:
         return None
-    heads = max(part.kv_heads for part in model.parts(tp))
+    if model.config is not None:
+        return choose_for(model.config, plan_shards(model.config, tp), demand.kv_dtype, demand.block_tokens)
+    heads = min(part.kv_heads for part in model.parts(tp))
     return choose_block_tokens(
         model.kv_elements(heads) * demand.kv_bytes,
         (model.latent or model.head_dim) * demand.kv_bytes,
