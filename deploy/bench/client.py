@@ -215,9 +215,17 @@ class _Reader:
 
 
 async def stream_completion(
-    target: Target, prompt: list[int] | str, record: Record, began: float, ignore_eos: bool, timeout_s: float
+    target: Target,
+    prompt: list[int] | str,
+    record: Record,
+    began: float,
+    ignore_eos: bool,
+    timeout_s: float,
+    *,
+    more: dict[str, Any] | None = None,
 ) -> None:
-    """Run one request and fill in its record; failures go into `record.error`, nothing is raised."""
+    """Run one request, with `more` fields in its body, and fill in its record; failures go into
+    `record.error`, nothing is raised."""
     body: dict[str, Any] = {
         "model": target.model,
         "prompt": prompt,
@@ -226,6 +234,7 @@ async def stream_completion(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    body |= more or {}
     if ignore_eos:
         body["ignore_eos"] = True
     reader = _Reader(record, began)

@@ -9,6 +9,7 @@ class Draft:
 
     __slots__ = (
         "admit",
+        "awaited",
         "extend",
         "fetch",
         "firsts",
@@ -33,6 +34,8 @@ class Draft:
         self.prompt_tokens = 0
         """Computed by `work`."""
         self.preempted = False
+        self.awaited = False
+        """Somebody urgent can be seated as soon as the frames in flight are done."""
         self.ids = 0
         """Carried by `admit`."""
 

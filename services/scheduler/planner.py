@@ -12,7 +12,7 @@ from services.scheduler.admission import Reservation
 from services.scheduler.budget import BudgetRules
 from services.scheduler.counters import Counters
 from services.scheduler.draft import Draft
-from services.scheduler.fetching import Fetching, FetchRules, soon_cached
+from services.scheduler.fetching import Fetching, FetchRules
 from services.scheduler.instances import Frame, Instance, Lane, State
 from services.scheduler.outlook import Outlook
 from services.scheduler.placement import FirstTokenSoonest, Placement
@@ -63,13 +63,16 @@ class Planner:
         """Issue the next frame, or None if there is nothing to do. `fleet` are the instances among which a
         waiting sequence may choose."""
         draft = Draft(instance.next_seq)
-        due = instance.calendar.pop(draft.seq, None)
-        if due or instance.stalled:
-            self.room.grow(instance, draft, due or (), now)
         budget = -1
         if len(queue):
             # Those whom others make way for; their prompts then go before the prompts of others.
             budget = self._admit(instance, draft, queue, fleet, budget, now, urgent=True)
+            if draft.awaited and not draft.admit and not draft.fetch:
+                # A frame more would only keep them waiting: what they need comes with those in flight.
+                return None
+        due = instance.calendar.pop(draft.seq, None)
+        if due or instance.stalled:
+            self.room.grow(instance, draft, due or (), now)
         if instance.prefilling:
             budget = self._budget(instance) if budget < 0 else budget
             budget -= self._chunks(instance, draft, budget)
@@ -140,8 +143,9 @@ class Planner:
         """Seat waiting sequences. `urgent`: only those that somebody who runs has to make way for, if need
         be. Returns what is left of the budget (-1: not looked at)."""
         outlook = Outlook(
-            fleet, self.policy, self.reservation, self.fetching, self.rules, self.max_running, now
-        )
+            fleet, self.policy, self.reservation, self.fetching, self.rules, self.max_running, now, instance,
+            draft,
+        )  # fmt: skip
         room = outlook.openings(instance)
         if instance.state is State.DRAINING or (urgent and self.policy.joins_together):
             return budget
@@ -159,7 +163,7 @@ class Planner:
                 return budget
             seat = find_seat(instance, sequence, self.reservation)
             if len(fleet) > 1 and not sequence.request.pin:
-                candidates = outlook.candidates(sequence, instance, seat)
+                candidates = outlook.candidates(sequence, seat)
                 chosen = self.placement.choose(candidates, sequence.order, instance.id, self.rng)
                 if chosen.instance != instance.id:
                     outlook.promise(chosen)
@@ -167,7 +171,7 @@ class Planner:
                     if passed_over == MAX_PASSED_OVER:
                         return budget
                     continue
-            if self._comes_by_itself(instance, draft, sequence, seat, now):
+            if self._comes_by_itself(instance, outlook, sequence, seat):
                 continue
             if (room <= 0 or not seat.fits) and not (
                 urgent and self.room.make_way(instance, draft, sequence, seat, room, now)
@@ -182,12 +186,10 @@ class Planner:
             room -= 1
         return budget
 
-    def _comes_by_itself(
-        self, instance: Instance, draft: Draft, sequence: Sequence, seat: Seat, now: float
-    ) -> bool:
+    def _comes_by_itself(self, instance: Instance, outlook: Outlook, sequence: Sequence, seat: Seat) -> bool:
         """Whether more of its beginning is being computed or fetched for somebody else there, enough that
         waiting for the result pays. Others may pass meanwhile."""
-        soon, _ = soon_cached(instance, sequence, now, draft.firsts)
+        soon, _ = outlook.soon(instance, sequence)
         missing_s = (soon - len(seat.shared)) * instance.info.block_tokens * instance.fit.cost.per_token_s
         return missing_s > instance.fit.cost.fixed_s
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from services.scheduler.admission import Reservation
 from services.scheduler.counters import Counters
@@ -14,6 +15,8 @@ from services.scheduler.preempt import Candidate, LeastHarm, Preemption
 from services.scheduler.seat import Seat
 from services.scheduler.sequences import Sequence
 from shared.wire import Extend, Work
+
+_PRIORITY_OF = attrgetter("request.priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ class Room:
 
     def outranks(self, instance: Instance, sequence: Sequence, now: float) -> bool:
         """Whether somebody runs there that would have to make way for it."""
+        if max(map(_PRIORITY_OF, instance.running), default=0) <= sequence.request.priority:
+            return False
         return next(self._below(instance, sequence, now), None) is not None
 
     def make_way(
@@ -118,9 +123,9 @@ class Room:
     ) -> bool:
         """Let strictly less urgent running sequences make way for a waiting one. `slots`: how many may join.
 
-        Blocks merely set aside for their output are its own at once: True, it may be seated. What they hold
-        comes back when the frames in flight are done: False, and they are preempted, the least harmful, as
-        few as will do. Nobody is if even all of them would not do.
+        True: it may be seated. Blocks merely set aside for their output are its own at once. For those that
+        they hold some are preempted, the least harmful, as few as will do, and nobody if even all of them
+        would not do; what they held can be had when the frames in flight are done, so `draft.awaited`.
         """
         below = list(self._below(instance, sequence, now))
         if not below:
@@ -128,7 +133,9 @@ class Room:
         pool = instance.pool
         candidates = self._candidates(instance, below)
         shared = seat.shared if seat.copy_from < 0 else [*seat.shared, seat.copy_from]
-        free = pool.free - pool.idle(shared)
+        # Whoever stalls and need not make way takes one each before it.
+        before = sum(1 for seq in instance.stalled if seq not in below)
+        free = pool.free - pool.idle(shared) - before
         coming = on_their_way(instance)
         set_aside = instance.set_aside - sum(seq.reserved for seq in below)
         all_in_all = free + coming + sum(candidate.frees for candidate in candidates)
@@ -136,16 +143,17 @@ class Room:
             return False
         if seat.need <= free and slots > 0:
             return True
-        # Whoever stalls takes one each before it.
-        missing = seat.need + len(instance.stalled) - free - coming
-        if missing <= 0:
-            if slots > 0 or any(row.slot >= 0 for row in instance.resting):
-                return False  # on its way
-            candidates = [replace(candidate, frees=1) for candidate in candidates]
-        for victim in self.policy.choose(candidates, missing):
-            self._preempt(instance, draft, victim.who)
-            self.counters.preemptions_urgent += 1
-        return False
+        missing = seat.need - free - coming
+        crowded = slots <= 0 and not any(row.slot >= 0 for row in instance.resting)
+        if missing > 0 or crowded:
+            if missing <= 0:
+                candidates = [replace(candidate, frees=1) for candidate in candidates]
+            for victim in self.policy.choose(candidates, missing):
+                self._preempt(instance, draft, victim.who)
+                self.counters.preemptions_urgent += 1
+        draft.awaited = bool(instance.in_flight)
+        # With nothing in flight all of it is back already.
+        return not draft.awaited and seat.need <= pool.free - pool.idle(shared) and bool(instance.free_slots)
 
     def _below(self, instance: Instance, sequence: Sequence, now: float) -> Iterator[Sequence]:
         """Who runs and has to make way: of lower priority, and not so long kept waiting as to make up for it.
