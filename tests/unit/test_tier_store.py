@@ -146,6 +146,8 @@ async def test_a_record_torn_by_a_crash_is_a_miss_and_costs_no_other(tmp_path: P
     async with opened(tmp_path) as store:
         found = store.have(SPACE, [block_hash(n) for n in range(3)])
         assert sum(found) == 2
+        # What is left of the torn one does not count against a budget that does not know of it.
+        assert sum(file.stat().st_size for file in segment_files(tmp_path)) == store.book.disk_used
         for n, there in enumerate(found):
             assert await get(store, n) == (content(n) if there else None)
         assert (whole - RECORD) % RECORD == 0
@@ -169,6 +171,26 @@ async def test_damage_on_disk_is_a_miss_whatever_byte_it_hits(tmp_path: Path) ->
                 assert await get(store, n) in (None, content(n))
                 assert await put(store, n) in (Put.STORED, Put.HAD)
                 assert await get(store, n) == content(n)
+
+
+@pytest.mark.parametrize("byte", [0, 8, 10, 12, 16, 24, 40, 56, 88, 300, 479, 480, 511])
+def test_a_damaged_header_never_makes_a_block_pass_for_another(tmp_path: Path, byte: int) -> None:
+    segments = Segments(tmp_path, 64 * RECORD)
+    list(segments.scan())
+    key = Key(Space("m", 1, 4), BlockHash(block_hash(1)))
+    data = content(1)
+    segments.append(key, SIZE, sha256(data).digest(), memoryview(data))
+    segments.close()
+    (file,) = segment_files(tmp_path)
+    for bit in range(8):
+        raw = bytearray(file.read_bytes())
+        assert len(raw) == RECORD
+        raw[byte] ^= 1 << bit
+        (tmp_path / "b").mkdir(exist_ok=True)
+        (tmp_path / "b" / "00000001.segment").write_bytes(raw)
+        again = Segments(tmp_path / "b", 64 * RECORD)
+        assert list(again.scan()) == []
+        again.close()
 
 
 async def test_damage_is_counted_told_and_removed(tmp_path: Path) -> None:
