@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.admission import Reservation
 from services.scheduler.budget import BudgetRules
+from services.scheduler.draft import Draft
 from services.scheduler.fetching import Fetching, soon_cached
 from services.scheduler.instances import Instance
 from services.scheduler.placement import Candidate
@@ -42,16 +43,20 @@ class Outlook:
     budget: BudgetRules
     max_running: int
     now: float
+    planning: Instance
+    draft: Draft
+    """The frame of that instance in the making."""
     _promised: dict[str, Promised] = field(default_factory=dict)
     _ends: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
-    def candidates(self, sequence: Sequence, planning: Instance, seat: Seat) -> list[Candidate]:
+    def candidates(self, sequence: Sequence, seat: Seat) -> list[Candidate]:
         """The sequence on each instance that could ever run it; `seat` is the one on `planning`."""
         request = sequence.request
         return [
-            self.candidate(other, sequence, seat if other is planning else None)
+            self.candidate(other, sequence, seat if other is self.planning else None)
             for other in self.fleet
-            if other is planning or not misfit(len(request.prompt), request.sampling.max_tokens, other.info)
+            if other is self.planning
+            or not misfit(len(request.prompt), request.sampling.max_tokens, other.info)
         ]
 
     def candidate(self, instance: Instance, sequence: Sequence, seat: Seat | None = None) -> Candidate:
@@ -60,7 +65,7 @@ class Outlook:
             seat = find_seat(instance, sequence, self.reservation)
         info, fit, size = instance.info, instance.fit, instance.info.block_tokens
         tokens = len(sequence.request.prompt) + len(sequence.out)
-        soon, soon_s = soon_cached(instance, sequence, self.now)
+        soon, soon_s = self.soon(instance, sequence)
         cached = max(seat.cached, min(soon * size, tokens - 1))
         fetch = 0
         if sequence.fetch is None and soon * size <= seat.cached:
@@ -74,7 +79,7 @@ class Outlook:
             fetch_tokens=fetch * size,
             fetch_s=self.fetching.fetch_s(instance, fetch, self.now) if fetch else 0.0,
             soon_s=soon_s,
-            ahead_s=instance.ahead_s + self._late_s(instance),
+            ahead_s=self._ahead_s(instance),
             room_s=self._room_s(instance, sequence, seat, waiting),
             queue_tokens=instance.backlog + promised.tokens + sum(f.left_tokens for f in fetchers),
             running=len(instance.running) + waiting,
@@ -86,6 +91,11 @@ class Outlook:
                 fit.cost, instance.decoding, info.max_step_tokens, fit.overrun
             ),
         )
+
+    def soon(self, instance: Instance, sequence: Sequence) -> tuple[int, float]:
+        """`soon_cached`, the frame in the making included."""
+        drafted = self.draft.firsts if instance is self.planning else ()
+        return soon_cached(instance, sequence, self.now, drafted)
 
     def promise(self, candidate: Candidate) -> None:
         """The sequence is left to that instance."""
@@ -109,11 +119,14 @@ class Outlook:
             return min(limit, max(SLOW_START_LEAST, int(limit * age_s / SLOW_START_S)))
         return limit
 
-    def _late_s(self, instance: Instance) -> float:
-        """By how much the frame it computes is overdue."""
-        if not instance.in_flight:
-            return 0.0
-        return max(0.0, self.now - instance.progress_at - instance.in_flight[0].cost_s)
+    def _ahead_s(self, instance: Instance) -> float:
+        """Expected time of its frames: in flight, overdue, and in the making."""
+        ahead_s = instance.ahead_s
+        if instance.in_flight:
+            ahead_s += max(0.0, self.now - instance.progress_at - instance.in_flight[0].cost_s)
+        if instance is self.planning and self.draft.prompt_tokens:
+            ahead_s += instance.fit.cost.step_s(instance.decoding, self.draft.prompt_tokens)
+        return ahead_s
 
     def _room_s(self, instance: Instance, sequence: Sequence, seat: Seat, waiting: int) -> float:
         """Seconds until enough of the running have ended, by what they are expected to write, or have made

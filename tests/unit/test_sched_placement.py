@@ -120,7 +120,7 @@ def test_sessions_stick_to_their_instance_as_they_grow():
 
 
 def test_a_burst_with_one_new_prefix_stays_together_while_its_queue_is_short():
-    rig = pair()
+    rig = pair(decode_step_s=0.005)
     shared = list(range(100, 320))
     for number in range(3):
         rig.submit(f"r{number}", [*shared, number], 4, turn=False)
