@@ -1,5 +1,6 @@
 """Hostile and broken peers of the second tier's server: they get nothing, and disturb nobody."""
 
+import asyncio
 import contextlib
 import socket
 import struct
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.kvstore.tier import server as shell
 from services.kvstore.tier.arena import cost
+from services.kvstore.tier.book import Counts
 from shared.tier import frames
 from shared.tier.client import TierClient
 from shared.tier.frames import Hello, Op
@@ -207,6 +209,33 @@ def test_a_reader_that_takes_nothing_holds_one_block_for_a_while_and_no_more(
             while tier.call(lambda: sum(e.readers for e in tier.store.book._entries.values())):
                 pass
         client.close()
+
+
+def test_a_long_fetch_lets_the_process_do_its_other_work(tier: RunningTier, good: TierClient) -> None:
+    turns = tier.call(lambda: _Turns(tier.store.book.counts))
+    into = memoryview(bytearray(SIZE))
+    assert sum(1 for _ in good.get([block_hash(1)] * 500, into)) == 500
+    assert tier.call(turns.stop) <= 2
+
+
+class _Turns:
+    """How many blocks are read at most in one turn of the loop it is made in."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._counts, self._hits = counts, counts.hits
+        self._most, self._over = 0, False
+        self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._most = max(self._most, self._counts.hits - self._hits)
+        self._hits = self._counts.hits
+        if not self._over:
+            self._loop.call_soon(self._turn)
+
+    def stop(self) -> int:
+        self._over = True
+        return self._most
 
 
 def test_strangers_are_counted_and_too_many_are_turned_away(

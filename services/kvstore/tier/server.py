@@ -112,6 +112,8 @@ class TierServer:
                     body = await peer.receive(body_of.body_bytes)
                 self.counts.requests += 1
                 await self._answer(peer, said, body_of, body)
+                # What never waits for its socket would never let anybody else work.
+                await asyncio.sleep(0)
         except BadTierFrame as error:
             self.counts.refused += 1
             log.warning("second tier ends a connection", peer=peer.name, reason=str(error))
@@ -178,6 +180,7 @@ class TierServer:
                     break
                 await peer.send(frames.block_head(entry.digest), entry.block.view)
             sent.append(block_hash)
+            await asyncio.sleep(0)
         # The first of the chain last: it is the one to keep longest.
         self._store.have(space, sent)
 
@@ -231,4 +234,5 @@ class _Peer:
                 sent = 0
             if sent < len(head):
                 await self._loop.sock_sendall(self._socket, head[sent:])
-            await self._loop.sock_sendall(self._socket, data[max(0, sent - len(head)) :])
+            if sent < len(head) + len(data):
+                await self._loop.sock_sendall(self._socket, data[max(0, sent - len(head)) :])
