@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from services.kvstore.tier.arena import cost
+from services.kvstore.tier.server import _Peer
 from shared.tier import frames
 from shared.tier.client import TierClient, TierDown
 from shared.wire import TierOffer
@@ -94,6 +95,48 @@ def test_a_block_that_changed_in_memory_is_a_miss_and_can_be_stored_anew(
     assert tier.store.book.counts.corrupt == 1
     assert put(client, 1)
     assert fetched(client, [0, 1, 2]) == [content(0), content(1), content(2)]
+
+
+def test_bytes_that_change_under_way_end_the_fetch_before_they_are_used(
+    tier: RunningTier, client: TierClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(4):
+        put(client, n)
+    send, sent = _Peer.send, []
+
+    async def tampered(self: _Peer, head: bytes, data: memoryview | None = None) -> None:
+        if data is not None:
+            sent.append(data)
+            if len(sent) == 3:
+                data = memoryview(bytes(data[:-1]) + b"x")
+        await send(self, head, data)
+
+    monkeypatch.setattr(_Peer, "send", tampered)
+    assert fetched(client, [0, 1, 2, 3]) == [content(0), content(1)]
+    assert client.corrupt == 1
+    assert fetched(client, [2, 3]) == [content(2), content(3)]
+
+
+def test_a_fetched_chain_leaves_the_tier_from_its_end(client: TierClient) -> None:
+    for n in range(32):
+        put(client, n)
+    assert len(fetched(client, list(range(32)))) == 32
+    for n in range(100, 105):
+        put(client, n)
+    assert client.have([block_hash(n) for n in range(32)]) == [True] * 27 + [False] * 5
+
+
+def test_a_block_of_another_size_than_was_agreed_is_a_miss(tier: RunningTier, client: TierClient) -> None:
+    put(client, 1)
+    other = client_of(tier, size=SIZE // 2)
+    try:
+        assert fetched(other, [1]) == []
+        assert other.have([block_hash(2)]) == [False]  # the connection goes on
+        assert put(other, 1, SIZE // 2)
+        assert fetched(other, [1]) == [content(1, SIZE // 2)]
+        assert fetched(client, [1]) == []
+    finally:
+        other.close()
 
 
 def test_each_rank_has_blocks_of_its_own_and_each_model_too(tier: RunningTier) -> None:

@@ -32,9 +32,12 @@ class TierSpeaker:
         self._rows: dict[str, KvEventLog] = {}
         # model → account of its row
         self._subscriptions: list[Subscription] = []
+        self._outgoing: asyncio.Queue[tuple[Address, Wire]] = asyncio.Queue()
+        # A restate of a large tier is many megabytes: the broker takes it at its own pace, and in order.
 
     async def run(self) -> None:
-        tasks = [asyncio.ensure_future(self._make_offers()), asyncio.ensure_future(self._tell_changes())]
+        work = (self._make_offers(), self._tell_changes(), self._deliver())
+        tasks = [asyncio.ensure_future(each) for each in work]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -46,12 +49,15 @@ class TierSpeaker:
         """Nobody is to look for blocks here any more."""
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
+        while not self._outgoing.empty():
+            self._outgoing.get_nowait()  # a gap at most, which the restate closes
         for model, row in self._rows.items():
-            self._send_events(row.restate([], self._info(model)))
+            for event in row.restate([], self._info(model)):
+                await self._publish(KV_EVENTS.at(instance=event.instance), event)
 
     async def _make_offers(self) -> None:
         while True:
-            self._send(KV_TIER.at(), self._offer)
+            self._outgoing.put_nowait((KV_TIER.at(), self._offer))
             await asyncio.sleep(OFFER_EVERY_S)
 
     async def _tell_changes(self) -> None:
@@ -111,9 +117,13 @@ class TierSpeaker:
 
     def _send_events(self, events: list[KvEvents]) -> None:
         for event in events:
-            self._send(KV_EVENTS.at(instance=event.instance), event)
+            self._outgoing.put_nowait((KV_EVENTS.at(instance=event.instance), event))
 
-    def _send(self, to: Address, message: Wire) -> None:
+    async def _deliver(self) -> None:
+        while True:
+            await self._publish(*await self._outgoing.get())
+
+    async def _publish(self, to: Address, message: Wire) -> None:
         """Nothing is kept for a broker that is away: sequence numbers tell what was lost."""
         with contextlib.suppress(BusDown):
-            self._bus.publish_soon(to, message)
+            await self._bus.publish(to, message)
