@@ -7,20 +7,14 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from deploy.plan_inputs import device_named, model_named, model_of_numbers
+from deploy.plan_inputs import Numbers
+from deploy.plan_request import MOST_TOKENS, Asked, planned
 from services.worker.memory.devices import BadDevice
-from services.worker.memory.footprint import KV_BYTES, Demand
-from services.worker.memory.plan import make_plan
-from services.worker.memory.sizes import BadModel, ModelSizes
-from services.worker.settings import WorkerSettings, default_kv
+from services.worker.memory.sizes import BadModel
 from shared.model import ModelError
-from shared.runtime.settings import parse_size
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_MOST_TOKENS = 1 << 24
-_OUTPUT_SHARE = 5
-"""Where --output is not given, one token in so many is generated."""
 _PICTURES = (".png", ".svg")
 
 
@@ -50,18 +44,18 @@ def plan(
     context: Annotated[
         int,
         typer.Option(
-            min=0, max=_MOST_TOKENS, help="Tokens of each, prompt and output; 0: 2048, or the model's."
+            min=0, max=MOST_TOKENS, help="Tokens of each, prompt and output; 0: 2048, or the model's."
         ),
     ] = 0,
     output: Annotated[
         int,
-        typer.Option(min=0, max=_MOST_TOKENS, help="Tokens of the context that are generated; 0: a fifth."),
+        typer.Option(min=0, max=MOST_TOKENS, help="Tokens of the context that are generated; 0: a fifth."),
     ] = 0,
     reserved: Annotated[
         int,
         typer.Option(
             min=0,
-            max=_MOST_TOKENS,
+            max=MOST_TOKENS,
             help="Tokens set aside for each sequence, as without paging; 0: what it uses.",
         ),
     ] = 0,
@@ -93,84 +87,39 @@ def plan(
     Nothing is loaded, and nothing downloaded but a config.json. Figures are predictions; what they rest on is
     said at the end.
     """
+    asked = Asked(
+        model=model,
+        numbers=Numbers(params, layers, hidden, heads, kv_heads),
+        device=device,
+        count=count,
+        concurrency=concurrency,
+        context=context,
+        output=output,
+        reserved=reserved,
+        dtype=dtype,
+        kv_dtype="" if kv_dtype == "auto" else kv_dtype,
+        tp=tp,
+        block_tokens=block_tokens,
+        gap_ms=gap_ms,
+        link_gb_s=link_gb_s,
+        link_us=link_us,
+    )
     try:
         if picture is not None:
             _check_picture(picture)
-        sizes = _sizes(model, params, layers, hidden, heads, kv_heads, context)
-        found = device_named(device).linked(link_gb_s or None, link_us or None)
-        demand = _demand(
-            sizes, found.kind, concurrency, context, output, reserved, dtype, kv_dtype, block_tokens
-        )
-        if tp > count and found.kind == "cpu" and count == 1:
-            found, count = found.shared_by(tp), tp
-        if tp > count:
-            raise BadDevice(f"--tp {tp}: only --count {count} devices for as many ranks")
-        made = make_plan(sizes, found, demand, count, gap_ms / 1e3, tp)
-    except (BadModel, BadDevice, ModelError, ValueError) as error:
-        _fail(str(error))
-    if picture is not None:
-        from deploy.plan_picture import draw
+        made = planned(asked)
+        if picture is not None:
+            from deploy.plan_picture import draw
 
-        draw(made, picture)
+            draw(made, picture)
+    except (BadModel, BadDevice, ModelError, ValueError, OSError) as error:
+        _fail(str(error))
     if as_json:
-        print(json.dumps(made.as_dict(), indent=1, ensure_ascii=False))
+        print(json.dumps(made.as_dict(), indent=1))
     else:
         from deploy.plan_text import show
 
         show(made)
-
-
-def _sizes(
-    model: str, params: str, layers: int, hidden: int, heads: int, kv_heads: int, context: int
-) -> ModelSizes:
-    numbers = bool(params or layers or hidden or heads or kv_heads)
-    if model and numbers:
-        raise BadModel(
-            "--model says all sizes: leave --params, --layers, --hidden, --heads and --kv-heads out"
-        )
-    if numbers:
-        return model_of_numbers(params, layers, hidden, heads, kv_heads)
-    return model_named(model or "smollm2-135m-instruct", context or None)
-
-
-def _demand(
-    sizes: ModelSizes,
-    kind: str,
-    concurrency: int,
-    context: int,
-    output: int,
-    reserved: int,
-    dtype: str,
-    kv_dtype: str,
-    block_tokens: int,
-) -> Demand:
-    most = sizes.max_len or _MOST_TOKENS
-    if context > most:
-        raise BadModel(
-            f"--context {context}: the model was trained for {most} tokens (max_position_embeddings)"
-        )
-    context = context or min(2048, most)
-    if output >= max(context, 2):
-        raise BadModel(f"--output {output}: of --context {context} tokens at least one is the prompt's")
-    if reserved and reserved < context:
-        raise BadModel(f"--reserved {reserved}: less than the --context {context} that a sequence uses")
-    return Demand(
-        concurrency=concurrency,
-        context=context,
-        output=output or max(1, context // _OUTPUT_SHARE),
-        dtype=dtype,
-        kv_dtype=_kv_dtype(dtype, kind) if kv_dtype == "auto" else kv_dtype,
-        reserved=reserved,
-        block_tokens=block_tokens,
-        # Of a GPU it lies in the memory of its host.
-        staging_bytes=parse_size("tier_staging", WorkerSettings.tier_staging) if kind == "cpu" else 0,
-    )
-
-
-def _kv_dtype(dtype: str, kind: str) -> str:
-    """As the worker chooses; beside int8 weights of GPUs, which it does not serve, at 16 bit."""
-    chosen = default_kv(dtype, kind)
-    return chosen if chosen in KV_BYTES else "float16"
 
 
 def _check_picture(picture: Path) -> None:

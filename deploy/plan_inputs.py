@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploy import plan_machine
@@ -59,7 +60,7 @@ def model_named(name: str, context: int | None) -> ModelSizes:
         return read_sizes(_CATALOG[known.name], known.name, context, known.name)
     if known is not None:
         return _from_file(ModelCache().folder(key_of_catalog(known)) / _CONFIG, context, known.name)
-    path = Path(name).expanduser()
+    path = _path(name)
     if path.is_dir():
         if not (path / _CONFIG).is_file():
             raise BadModel(f"{path} has no {_CONFIG}: give the folder of a model, or a {_CONFIG}")
@@ -79,18 +80,31 @@ def model_named(name: str, context: int | None) -> ModelSizes:
     )
 
 
-def model_of_numbers(params: str, layers: int, hidden: int, heads: int, kv_heads: int) -> ModelSizes:
-    """The sizes that options give; 0 and empty: not given. Raises `BadModel`."""
-    count = parse_count(params) if params else None
-    if not (layers or hidden or heads or kv_heads):
-        if count is None:
-            raise BadModel("name a --model, or give --params 10B, or --layers and --hidden")
+@dataclass(frozen=True)
+class Numbers:
+    """Sizes that a person gives instead of a model; 0 and empty: not given."""
+
+    params: str = ""
+    layers: int = 0
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+
+    @property
+    def given(self) -> bool:
+        return self != Numbers()
+
+
+def model_of_numbers(n: Numbers) -> ModelSizes:
+    """The sizes that a person gives. Raises `BadModel`."""
+    count = parse_count(n.params) if n.params else None
+    if count is not None and not (n.layers or n.hidden or n.heads or n.kv_heads):
         return sizes_of_parameters(count)
-    if not (layers and hidden):
+    if not (n.layers and n.hidden):
         raise BadModel(
             "--layers and --hidden are needed together, to know KV; --heads and --kv-heads refine them"
         )
-    return sizes_of_numbers(layers, hidden, heads or None, kv_heads or None, count)
+    return sizes_of_numbers(n.layers, n.hidden, n.heads or None, n.kv_heads or None, count)
 
 
 def device_named(name: str) -> Device:
@@ -99,7 +113,7 @@ def device_named(name: str) -> Device:
         return plan_machine.this_machine()
     if name.lower() == "measured":
         return _measured()
-    path = Path(name).expanduser()
+    path = _path(name)
     if path.suffix.lower() == ".json" or path.is_file():
         try:
             if path.stat().st_size > _MOST_BYTES:
@@ -110,6 +124,14 @@ def device_named(name: str) -> Device:
                 raise
             raise BadDevice(f"--device {path} cannot be read as JSON: {str(error)[:120]}") from None
     return find_device(name)
+
+
+def _path(name: str) -> Path:
+    """With ~ expanded, where there is such a home."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def _cached(name: str) -> Path | None:

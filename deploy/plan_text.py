@@ -45,7 +45,7 @@ def _head(console: Console, plan: Plan) -> None:
         f"{reserved}; weights {demand.dtype}, KV {demand.kv_dtype}",
         markup=False,
     )
-    times = f"{plan.count} × " if plan.count > 1 else ""
+    times = f"{plan.case.count} × " if plan.case.count > 1 else ""
     console.print(f"on {times}{d.name} with {gb(d.memory_bytes)}", markup=False)
     console.print()
 

@@ -147,6 +147,25 @@ def test_people_read_the_sums_the_options_and_one_recommendation(tmp_path: Path)
     assert "assumed, not measured" in text
 
 
+def test_a_measured_gpu_is_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"kind": "cuda", "name": "NVIDIA X1", "memory_bytes": 96 << 30, "read_gb_s": 2000.0}
+    told |= {"matmul_gf_s": 400e3, "undisturbed": 1.0}
+    measured = subprocess.CompletedProcess([], 0, json.dumps(told), "")
+    monkeypatch.setattr("deploy.plan_inputs.subprocess.run", lambda *args, **kwargs: measured)
+    plan = json.loads(here("--model", "smol", "--device", "measured", "--json").stdout)
+    assert (plan["device"]["name"], plan["device"]["memory_bytes"]) == ("NVIDIA X1", 96 << 30)
+    assert "measured copy rate" in plan["device"]["reach"]
+
+
+def test_a_machine_that_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: No module named 'torch'")
+    monkeypatch.setattr("deploy.plan_inputs.subprocess.run", lambda *args, **kwargs: failed)
+    done = here("--model", "smol", "--device", "measured")
+    assert done.exit_code == 1
+    assert "No module named 'torch'" in done.stderr
+    assert "--device cpu works without" in done.stderr
+
+
 def test_ranks_of_one_machine_share_it() -> None:
     alone, split = (
         json.loads(here("--model", "smol", "--concurrency", "4", *more, "--json").stdout)
@@ -181,6 +200,8 @@ def test_the_picture_is_drawn_where_it_is_wanted(kind: str, tmp_path: Path) -> N
         (["--model", "no-such-model"], "neither a folder"),
         (["--model", "no/such.gguf"], "no/such.gguf"),
         (["--model", "there-is-no.json"], "cannot be read"),
+        (["--model", "x" * 5000], "name too long"),
+        (["--model", "~nobody-of-that-name/model"], "neither a folder"),
         (["--params", "ten"], "10B"),
         (["--params", "10B", "--device", "H9000"], "Known: B200"),
         (["--params", "10B", "--device", "none.json"], "cannot be read"),
@@ -195,7 +216,7 @@ def test_the_picture_is_drawn_where_it_is_wanted(kind: str, tmp_path: Path) -> N
         (["--params", "10B", "--picture", "plan.gif"], ".png or .svg"),
         (["--params", "10B", "--picture", "no/such/folder/plan.png"], "there is no folder"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: value if isinstance(value, str) else "asked",
 )
 def test_what_cannot_be_planned_is_answered_with_what_and_what_next(args: list[str], said: str) -> None:
     done = here(*args, *([] if "--device" in args else ["--device", "H200"]))

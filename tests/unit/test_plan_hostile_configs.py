@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.memory.devices import BadDevice, device_of, find_device
-from services.worker.memory.footprint import Demand
+from services.worker.memory.footprint import Case, Demand
 from services.worker.memory.model_config import parse_sizes, read_sizes
 from services.worker.memory.plan import make_plan
 from services.worker.memory.sizes import BadModel
@@ -73,7 +73,7 @@ def test_any_value_under_any_key_gives_a_plan_or_a_reason(changes: dict[str, Any
         assert "config.json" in sizes
         assert len(sizes.encode()) < 2000
         return
-    plan = make_plan(sizes, find_device("L4"), DEMAND, 2, 0.25)
+    plan = make_plan(Case(sizes, find_device("L4"), DEMAND, 2))
     assert plan.ledger.total_bytes > 0
     json.dumps(plan.as_dict(), allow_nan=False)
 

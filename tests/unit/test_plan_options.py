@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.memory.devices import CPU_REACH, SHEET, BadDevice, Device, find_device
-from services.worker.memory.footprint import Demand, Layout, ledgers
+from services.worker.memory.footprint import Case, Demand, Layout, ledgers
 from services.worker.memory.ledger import CLASSES
 from services.worker.memory.model_config import read_sizes
 from services.worker.memory.options import COMFORT, max_concurrency, option, options
@@ -61,8 +61,12 @@ def demand(concurrency: int = 32, context: int = 2048, output: int = 0, **more: 
     return Demand(concurrency, context, output or context // 5, **given)
 
 
-def planned(model: ModelSizes, device: str, count: int = 1, gap_s: float = 0.25, **load: Any) -> Plan:
-    return make_plan(model, find_device(device), demand(**load), count, gap_s)
+def planned(model: ModelSizes, device: str, count: int = 1, **load: Any) -> Plan:
+    return make_plan(Case(model, find_device(device), demand(**load), count))
+
+
+def smol(concurrency: int = 32, context: int = 2048, output: int = 0, **more: Any) -> Case:
+    return Case(SMOL, MEASURED_CPU, demand(concurrency, context, output, **more))
 
 
 # Ledgers
@@ -70,23 +74,21 @@ def planned(model: ModelSizes, device: str, count: int = 1, gap_s: float = 0.25,
 
 @pytest.mark.parametrize(("count", "weights"), [(10**10, 20e9), (10**11, 200e9)])
 def test_16_bit_weights_take_two_bytes_a_parameter(count: int, weights: float) -> None:
-    ledger = make_plan(sizes_of_parameters(count), find_device("H200"), demand(), 1, 0.25).ledger
+    ledger = planned(sizes_of_parameters(count), "H200").ledger
     assert ledger.weights_bytes == weights
 
 
 @pytest.mark.parametrize(("reserved", "kv"), [(0, 125_829_120_000), (8192, 503_316_480_000)])
 def test_kv_without_grouped_heads_is_what_the_issue_says(reserved: int, kv: int) -> None:
     model = sizes_of_numbers(60, 8000, None, None, None)
-    load = demand(32, 2048, reserved=reserved)
-    assert make_plan(model, find_device("H200"), load, 1, 0.25).ledger.kv_bytes == kv
+    assert planned(model, "H200", concurrency=32, context=2048, reserved=reserved).ledger.kv_bytes == kv
 
 
 @settings(deadline=None)
 @given(tp=st.integers(1, 9), sequences=st.integers(1, 64))
 def test_ranks_together_hold_all_weights_and_kv_and_only_vectors_twice(tp: int, sequences: int) -> None:
-    load = demand(sequences, 512)
-    alone = ledgers(SMOL, MEASURED_CPU, load, Layout())[0]
-    ranks = ledgers(SMOL, MEASURED_CPU, load, Layout(tp=tp))
+    alone = ledgers(smol(sequences, 512), Layout())[0]
+    ranks = ledgers(smol(sequences, 512), Layout(tp=tp))
     assert len(ranks) == tp
     matrices = 2 * SMOL.parameters.matrices
     assert matrices <= sum(rank.weights_bytes for rank in ranks)
@@ -98,8 +100,7 @@ def test_ranks_together_hold_all_weights_and_kv_and_only_vectors_twice(tp: int, 
 @settings(deadline=None)
 @given(stages=st.integers(1, 30))
 def test_stages_hold_every_layer_once(stages: int) -> None:
-    load = demand(4, 512)
-    ranks = ledgers(SMOL, MEASURED_CPU, load, Layout(stages=stages))
+    ranks = ledgers(smol(4, 512), Layout(stages=stages))
     whole = 2 * SMOL.parameters.matrices + 4 * SMOL.parameters.vectors
     again = 2 * SMOL.parameters.embedding if stages > 1 else whole // 20  # the tied head; tables
     assert whole <= sum(rank.weights_bytes for rank in ranks) + stages <= whole + again + 2 * stages
@@ -109,14 +110,15 @@ def test_stages_hold_every_layer_once(stages: int) -> None:
 @pytest.mark.parametrize("device", [d.name for d in SHEET])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_highest_concurrency_fits_and_one_more_does_not(device: str, tp: int) -> None:
-    where, load = find_device(device), demand(1, 1024)
-    most = max_concurrency(LLAMA_8B, where, load, Layout(tp=tp))
+    def case(sequences: int) -> Case:
+        return Case(LLAMA_8B, find_device(device), demand(sequences, 1024))
+
+    most = max_concurrency(case(1), Layout(tp=tp))
     if not most:
-        assert not option(LLAMA_8B, where, load, Layout(tp=tp)).fits
+        assert not option(case(1), Layout(tp=tp)).fits
         return
-    assert option(LLAMA_8B, where, replace(load, concurrency=most), Layout(tp=tp)).fits
-    beyond = int(most * 1.01) + 2
-    assert not option(LLAMA_8B, where, replace(load, concurrency=beyond), Layout(tp=tp)).fits
+    assert option(case(most), Layout(tp=tp)).fits
+    assert not option(case(int(most * 1.01) + 2), Layout(tp=tp)).fits
 
 
 # Times
@@ -126,20 +128,20 @@ def test_the_highest_concurrency_fits_and_one_more_does_not(device: str, tp: int
     ("sequences", "measured_s"), [(1, 0.0163), (8, 0.0520), (32, 0.167)], ids=["1", "8", "32"]
 )
 def test_a_decode_step_takes_what_was_measured(sequences: int, measured_s: float) -> None:
-    speed = predict_speed(SMOL, MEASURED_CPU, demand(sequences, 300), Layout())
+    speed = predict_speed(smol(sequences, 300), Layout())
     assert speed is not None
     assert speed.decode.step_s == pytest.approx(measured_s, rel=0.08)
 
 
 def test_a_prompt_takes_what_was_measured() -> None:
-    speed = predict_speed(SMOL, MEASURED_CPU, demand(1, 257, 1), Layout())
+    speed = predict_speed(smol(1, 257, 1), Layout())
     assert speed is not None
     assert speed.ttft_s == pytest.approx(0.830, rel=0.05)
 
 
 @pytest.mark.parametrize(("clients", "measured"), [(1, 32.3), (8, 49.8), (32, 52.7)])
 def test_served_tokens_a_second_are_what_the_mesh_reached(clients: int, measured: float) -> None:
-    speed = predict_speed(SMOL, MEASURED_CPU, demand(clients, 320, 64), Layout())
+    speed = predict_speed(smol(clients, 320, 64), Layout())
     assert speed is not None
     assert speed.tok_s == pytest.approx(measured, rel=0.05)
 
@@ -153,7 +155,8 @@ def test_a_sum_between_islands_goes_by_the_network() -> None:
 @pytest.mark.parametrize("device", ["H100", "L4"])
 def test_more_ranks_divide_computing_and_never_messages(device: str) -> None:
     found = [
-        predict_speed(LLAMA_70B, find_device(device), demand(16, 1024), Layout(tp=tp)) for tp in (1, 2, 4, 8)
+        predict_speed(Case(LLAMA_70B, find_device(device), demand(16, 1024)), Layout(tp=tp))
+        for tp in (1, 2, 4, 8)
     ]
     computing = [speed.decode.compute_s for speed in found if speed]
     messages = [speed.decode.communication_s for speed in found if speed]
@@ -163,9 +166,9 @@ def test_more_ranks_divide_computing_and_never_messages(device: str) -> None:
 
 
 def test_a_pipeline_makes_no_step_shorter() -> None:
-    h100, load = find_device("H100"), demand(16, 1024)
-    alone = predict_speed(LLAMA_70B, h100, load, Layout())
-    staged = predict_speed(LLAMA_70B, h100, load, Layout(stages=4))
+    case = Case(LLAMA_70B, find_device("H100"), demand(16, 1024))
+    alone = predict_speed(case, Layout())
+    staged = predict_speed(case, Layout(stages=4))
     assert alone is not None
     assert staged is not None
     assert staged.decode.step_s >= 0.8 * alone.decode.step_s
@@ -175,7 +178,7 @@ def test_a_pipeline_makes_no_step_shorter() -> None:
 
 
 def test_data_tensor_and_pipeline_parallel_stand_side_by_side() -> None:
-    found = options(LLAMA_8B, find_device("H100"), demand(), 4)
+    found = options(Case(LLAMA_8B, find_device("H100"), demand(), 4))
     layouts = [(o.layout.replicas, o.layout.tp, o.layout.stages) for o in found]
     whole = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4)]
     assert layouts == whole
@@ -233,9 +236,9 @@ def test_as_many_instances_as_just_hold_the_load_are_an_option() -> None:
 
 def test_a_plan_that_leaves_no_room_does_not_fit_comfortably() -> None:
     a10 = find_device("A10")
-    taken = option(LLAMA_8B, a10, demand(8, 1024), Layout()).fullest.total_bytes
+    taken = option(Case(LLAMA_8B, a10, demand(8, 1024)), Layout()).fullest.total_bytes
     full = replace(a10, memory_bytes=int(taken / 0.97))
-    plan = make_plan(LLAMA_8B, full, demand(8, 1024), 1, 0.25)
+    plan = make_plan(Case(LLAMA_8B, full, demand(8, 1024)))
     assert not plan.planned.fits
     assert plan.planned.verdict == "does not fit comfortably"
     assert any("preempted" in reason for reason in plan.recommendation.reasons)
@@ -251,15 +254,16 @@ def test_slow_steps_are_divided_over_instances_or_ranks_until_they_are_short_eno
     assert split.planned.step_s <= 0.7 * step_s
 
 
-@pytest.mark.parametrize("degree", [3, 5, 16])
+@pytest.mark.parametrize("degree", [1, 3, 5, 9])
 def test_a_degree_that_is_asked_for_is_the_one_planned(degree: int) -> None:
-    plan = make_plan(SMOL, MEASURED_CPU, demand(4, 512), 1, 0.25, tp=degree) if degree < 9 else None
-    if plan is None:
-        with pytest.raises(ValueError, match="only 9 query heads"):
-            make_plan(SMOL, MEASURED_CPU, demand(4, 512), 1, 0.25, tp=degree)
-        return
+    plan = make_plan(smol(4, 512), tp=degree)
     assert plan.planned.layout == Layout(tp=degree)
     assert len(plan.planned.ranks) == degree
+
+
+def test_a_degree_that_the_model_cannot_be_split_into_is_refused() -> None:
+    with pytest.raises(ValueError, match="only 9 query heads"):
+        make_plan(smol(4, 512), tp=10)
 
 
 @settings(deadline=None, max_examples=60)
@@ -275,7 +279,7 @@ def test_a_degree_that_is_asked_for_is_the_one_planned(degree: int) -> None:
 def test_every_plan_adds_up_and_is_plain_data(
     model: ModelSizes, device: str, count: int, concurrency: int, context: int
 ) -> None:
-    plan = make_plan(model, find_device(device), demand(concurrency, context, 1), count, 0.25)
+    plan = make_plan(Case(model, find_device(device), demand(concurrency, context, 1), count))
     plain = json.loads(json.dumps(plan.as_dict(), allow_nan=False))
     assert set(plain["ledger"]) == {*CLASSES, "total_bytes"}
     for name in plain["ledger"]:

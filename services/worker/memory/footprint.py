@@ -42,6 +42,8 @@ class Demand:
     step_tokens: int = STEP_TOKENS
     staging_bytes: int = 0
     """Of each rank, for KV on its way to and from the second tier."""
+    gap_s: float = 0.25
+    """What a step may take."""
 
     @property
     def kept(self) -> int:
@@ -61,6 +63,17 @@ class Demand:
     def kv_bytes(self) -> int:
         """Of one element."""
         return KV_BYTES[self.kv_dtype]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planned for."""
+
+    model: ModelSizes
+    device: Device
+    demand: Demand
+    count: int = 1
+    """Devices there are."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +128,9 @@ def holdings(model: ModelSizes, layout: Layout) -> tuple[Holding, ...]:
     )
 
 
-def block_choice(model: ModelSizes, demand: Demand, tp: int) -> BlockChoice | None:
+def block_choice(case: Case, tp: int) -> BlockChoice | None:
     """Tokens of a block, as workers choose them; None where there is no KV. ValueError as of `parts`."""
+    model, demand = case.model, case.demand
     if not model.known:
         return None
     if model.config is not None:
@@ -135,9 +149,10 @@ def blocks_of(demand: Demand, block_tokens: int, sequences: int) -> int:
     return sequences * -(-demand.kept // block_tokens)
 
 
-def ledgers(model: ModelSizes, device: Device, demand: Demand, layout: Layout) -> tuple[Ledger, ...]:
+def ledgers(case: Case, layout: Layout) -> tuple[Ledger, ...]:
     """Of each rank of the instance that has most sequences, as `holdings`. Raises ValueError as there."""
-    choice = block_choice(model, demand, layout.tp)
+    model, device, demand = case.model, case.device, case.demand
+    choice = block_choice(case, layout.tp)
     tokens = choice.chosen.block_tokens if choice else 1
     blocks = blocks_of(demand, tokens, layout.sequences(demand.concurrency)) if choice else 0
     if model.config is not None and layout.stages == 1 and device.kind in ("cpu", "cuda"):

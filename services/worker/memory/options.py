@@ -10,10 +10,8 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from services.worker.memory.devices import Device
-from services.worker.memory.footprint import Demand, Layout, ledgers
+from services.worker.memory.footprint import Case, Layout, ledgers
 from services.worker.memory.ledger import Ledger
-from services.worker.memory.sizes import ModelSizes
 from services.worker.memory.speed import Speed, predict_speed
 
 COMFORT = 0.95
@@ -109,36 +107,36 @@ class Option:
         return plain
 
 
-def option(model: ModelSizes, device: Device, demand: Demand, layout: Layout) -> Option:
+def option(case: Case, layout: Layout) -> Option:
     """Raises ValueError where the model cannot be split so."""
     return Option(
         layout=layout,
-        ranks=ledgers(model, device, demand, layout),
-        memory_bytes=device.memory_bytes,
-        max_concurrency=max_concurrency(model, device, demand, layout),
-        speed=predict_speed(model, device, demand, layout),
+        ranks=ledgers(case, layout),
+        memory_bytes=case.device.memory_bytes,
+        max_concurrency=max_concurrency(case, layout),
+        speed=predict_speed(case, layout),
     )
 
 
-def options(model: ModelSizes, device: Device, demand: Demand, count: int, tp: int = 0) -> tuple[Option, ...]:
-    """Layouts worth comparing on up to `count` devices, one device first, also those of as many instances as
+def options(case: Case, tp: int = 0) -> tuple[Option, ...]:
+    """Layouts worth comparing on the devices there are, one device first, also those of as many instances as
     just hold the load; with `tp`, those of that degree.
 
     Raises ValueError where the model cannot be split into `tp`.
     """
     if tp:
-        layouts = [Layout(tp=tp), *([Layout(count // tp, tp)] if count >= 2 * tp else [])]
-        return tuple(option(model, device, demand, layout) for layout in layouts)
+        layouts = [Layout(tp=tp), *([Layout(case.count // tp, tp)] if case.count >= 2 * tp else [])]
+        return tuple(option(case, layout) for layout in layouts)
     found = {}
-    for layout in layouts_of(count, device.island):
+    for layout in layouts_of(case.count, case.device.island):
         try:
-            found[layout] = made = option(model, device, demand, layout)
+            found[layout] = made = option(case, layout)
         except ValueError:  # more ranks than heads or layers
             continue
         if layout.replicas == layout.stages == 1 and made.max_concurrency:
-            just = Layout(-(-demand.concurrency // made.max_concurrency), layout.tp)
-            if just.devices <= count and just not in found:
-                found[just] = option(model, device, demand, just)
+            just = Layout(-(-case.demand.concurrency // made.max_concurrency), layout.tp)
+            if just.devices <= case.count and just not in found:
+                found[just] = option(case, just)
     return tuple(sorted(found.values(), key=_order))
 
 
@@ -152,11 +150,11 @@ def nearest(found: Sequence[Option]) -> Option:
     return min((option for option in found if option.served), key=lambda option: option.used)
 
 
-def wider_option(model: ModelSizes, device: Device, demand: Demand, chosen: Option) -> Option | None:
+def wider_option(case: Case, chosen: Option) -> Option | None:
     """An instance of `chosen` with twice as many ranks, or None where the model cannot be split so."""
     layout = Layout(chosen.layout.replicas, 2 * chosen.layout.tp)
     try:
-        return option(model, device, demand, layout)
+        return option(case, layout)
     except ValueError:
         return None
 
@@ -177,16 +175,15 @@ def layouts_of(count: int, island: int) -> list[Layout]:
     return layouts
 
 
-def max_concurrency(model: ModelSizes, device: Device, demand: Demand, layout: Layout) -> int | None:
+def max_concurrency(case: Case, layout: Layout) -> int | None:
     """Sequences that all instances can hold with room left; None where KV is unknown."""
-    if not model.known:
+    if not case.model.known:
         return None
-    limit = int(COMFORT * device.memory_bytes)
+    limit = int(COMFORT * case.device.memory_bytes)
 
     def needed(sequences: int) -> int:
-        load = replace(demand, concurrency=sequences)
-        one = Layout(1, layout.tp, layout.stages)
-        return max(ledger.total_bytes for ledger in ledgers(model, device, load, one))
+        load = replace(case, demand=replace(case.demand, concurrency=sequences))
+        return max(ledger.total_bytes for ledger in ledgers(load, replace(layout, replicas=1)))
 
     first = needed(1)
     if first > limit:
@@ -199,27 +196,26 @@ def max_concurrency(model: ModelSizes, device: Device, demand: Demand, layout: L
     return most * layout.replicas
 
 
-def fewest_devices(
-    model: ModelSizes, device: Device, demand: Demand, tp: int = 0
-) -> tuple[int, Layout] | None:
-    """The least number of devices on which the load fits with room left, and how, with `tp` ranks an instance
-    if asked; None: it never does."""
-    best: tuple[int, Layout] | None = None
-    weights = model.parameters.matrices * demand.weight_bytes
+def fewest_devices(case: Case, tp: int = 0) -> Layout | None:
+    """The layout of fewest devices that holds the load with room left, with `tp` ranks an instance if asked;
+    None: none does."""
+    best: Layout | None = None
+    demand = case.demand
+    weights = case.model.parameters.matrices * demand.weight_bytes
     for degree in (tp,) if tp else _DEGREES:
-        if best and degree >= best[0]:
+        if best and degree >= best.devices:
             break
-        if weights > degree * device.memory_bytes:
+        if weights > degree * case.device.memory_bytes:
             continue
         try:
-            most = max_concurrency(model, device, demand, Layout(tp=degree))
+            most = max_concurrency(case, Layout(tp=degree))
             if most is None:
-                most = demand.concurrency if option(model, device, demand, Layout(tp=degree)).fits else 0
+                most = demand.concurrency if option(case, Layout(tp=degree)).fits else 0
         except ValueError:
             continue
         if not most:
             continue
         layout = Layout(-(-demand.concurrency // most), degree)
-        if best is None or layout.devices < best[0]:
-            best = layout.devices, layout
-    return best if best and best[0] <= MOST_DEVICES else None
+        if best is None or layout.devices < best.devices:
+            best = layout
+    return best if best and best.devices <= MOST_DEVICES else None

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.worker.memory.block_size import BlockChoice
 from services.worker.memory.devices import Device
-from services.worker.memory.footprint import Demand, block_choice, blocks_of
+from services.worker.memory.footprint import Case, Demand, block_choice, blocks_of
 from services.worker.memory.ledger import Ledger
 from services.worker.memory.options import Option, fewest_devices, nearest, options, wider_option
 from services.worker.memory.recommend import Recommendation, choose, gb, recommend, refuse
@@ -18,16 +18,25 @@ _MANY = 12
 class Plan:
     """What `hortator plan` shows."""
 
-    model: ModelSizes
-    device: Device
-    count: int
-    demand: Demand
+    case: Case
     options: tuple[Option, ...]
     planned: Option
     """Whose ledger is shown: what is recommended, or comes nearest to fitting."""
     recommendation: Recommendation
     block: BlockChoice | None
     """None where there is no KV."""
+
+    @property
+    def model(self) -> ModelSizes:
+        return self.case.model
+
+    @property
+    def device(self) -> Device:
+        return self.case.device
+
+    @property
+    def demand(self) -> Demand:
+        return self.case.demand
 
     @property
     def compared(self) -> tuple[Option, ...]:
@@ -38,7 +47,9 @@ class Plan:
         return tuple(
             o
             for o in self.options
-            if o is self.planned or o.layout.devices == 1 or o.layout.replicas == self.count // o.layout.ranks
+            if o is self.planned
+            or o.layout.devices == 1
+            or o.layout.replicas == self.case.count // o.layout.ranks
         )
 
     @property
@@ -72,7 +83,7 @@ class Plan:
                 "source": d.source,
                 "reach": d.reach.origin,
             },
-            "count": self.count,
+            "count": self.case.count,
             "concurrency": self.demand.concurrency,
             "context": self.demand.context,
             "output": self.demand.output,
@@ -165,22 +176,18 @@ class Plan:
         return [*found, *m.notes]
 
 
-def make_plan(
-    model: ModelSizes, device: Device, demand: Demand, count: int, gap_s: float, tp: int = 0
-) -> Plan:
-    """Raises ValueError where the model cannot be split into `tp`."""
-    found = options(model, device, demand, count, tp)
-    chosen = choose(found, gap_s)
+def make_plan(case: Case, tp: int = 0) -> Plan:
+    """With `tp` ranks an instance if asked. Raises ValueError where the model cannot be split so."""
+    found = options(case, tp)
+    chosen = choose(found, case.demand.gap_s)
     if chosen is None:
-        advice = refuse(found, device, demand, count, fewest_devices(model, device, demand, tp))
+        advice = refuse(case, found, fewest_devices(case, tp))
     else:
         # Ranks that share a machine would share it with more, and be slower each.
-        wider = None if device.shared else wider_option(model, device, demand, chosen)
-        advice = recommend(chosen, None if tp else found[0], wider, device, count, gap_s)
+        wider = None if case.device.shared else wider_option(case, chosen)
+        advice = recommend(case, chosen, None if tp else found[0], wider)
     planned = chosen or nearest(found)
-    return Plan(
-        model, device, count, demand, found, planned, advice, block_choice(model, demand, planned.layout.tp)
-    )
+    return Plan(case, found, planned, advice, block_choice(case, planned.layout.tp))
 
 
 def _weights(m: ModelSizes, demand: Demand, total: int, replicas: int, ranks: int) -> str:

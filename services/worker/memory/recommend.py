@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.worker.memory.devices import Device
-from services.worker.memory.footprint import Demand, Layout
+from services.worker.memory.footprint import Case, Layout
 from services.worker.memory.options import COMFORT, FITS, Option, nearest
 from services.worker.parallel.advice import MOST_SHARE
 
@@ -55,17 +55,16 @@ def choose(options: Sequence[Option], gap_s: float) -> Option | None:
     return _best([option for option in quick if option.layout.devices == fewest])
 
 
-def recommend(
-    chosen: Option, alone: Option | None, wider: Option | None, device: Device, count: int, gap_s: float
-) -> Recommendation:
+def recommend(case: Case, chosen: Option, alone: Option | None, wider: Option | None) -> Recommendation:
     """To use `chosen`. `alone` is one device, if that is an option; `wider` has more ranks an instance."""
+    device, gap_s = case.device, case.demand.gap_s
     reasons = [_memory(chosen, device), *_pace(chosen, gap_s)]
     if alone is not None and alone is not chosen:
         reasons.append(_why_not_alone(alone, device, gap_s))
     if wider is not None:
         reasons += _more_ranks(chosen, wider)
-    reasons += _spare(chosen, count)
-    return Recommendation(_kind(chosen), chosen, _sentence(chosen, device, count), tuple(reasons))
+    reasons += _spare(chosen, case.count)
+    return Recommendation(_kind(chosen), chosen, _sentence(chosen, device, case.count), tuple(reasons))
 
 
 def _best(options: Sequence[Option]) -> Option:
@@ -144,14 +143,9 @@ def _spare(chosen: Option, count: int) -> list[str]:
     ]
 
 
-def refuse(
-    options: Sequence[Option],
-    device: Device,
-    demand: Demand,
-    count: int,
-    needs: tuple[int, Layout] | None,
-) -> Recommendation:
+def refuse(case: Case, options: Sequence[Option], needs: Layout | None) -> Recommendation:
     """That none of `options` fits. `needs` is what `fewest_devices` found."""
+    device = case.device
     served = [option for option in options if option.served]
     near = nearest(options)
     verdict = near.verdict
@@ -166,19 +160,20 @@ def refuse(
         )
     most = max((option.max_concurrency or 0 for option in served), default=0)
     if most:
-        reasons.append(f"{most:,} sequences of {demand.context:,} tokens would fit (--concurrency {most})")
+        reasons.append(
+            f"{most:,} sequences of {case.demand.context:,} tokens would fit (--concurrency {most})"
+        )
     else:
         reasons.append(
             "not even one sequence would fit: fewer bytes a weight (--dtype), or more or larger devices"
         )
+    where = f"It {verdict} on {_devices(case.count, device)}"
     if needs is None:
-        sentence = (
-            f"It {verdict} on {_devices(count, device)}, nor on any number that its heads can be split over."
-        )
+        sentence = f"{where}, nor on any number of them that its heads can be split over."
         return Recommendation("does not fit", None, sentence, tuple(reasons))
-    number, layout = needs
-    how = f"{layout.replicas} instances of {layout.tp} ranks" if layout.replicas > 1 else f"--tp {layout.tp}"
-    sentence = f"It {verdict} on {_devices(count, device)}: it needs {number} of them ({how})."
+    number = needs.devices
+    how = f"{needs.replicas} instances of {needs.tp} ranks" if needs.replicas > 1 else f"--tp {needs.tp}"
+    sentence = f"{where}: it needs {number} of them ({how})."
     return Recommendation("does not fit", None, sentence, tuple(reasons), number)
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from math import ceil
 
 from services.worker.memory.devices import NETWORK_B_S, NETWORK_S, Device
-from services.worker.memory.footprint import Demand, Holding, Layout, holdings, kv_token_bytes
-from services.worker.memory.sizes import ModelSizes
+from services.worker.memory.footprint import Case, Demand, Holding, Layout, holdings, kv_token_bytes
 from services.worker.parallel.advice import Layer, steps
 
 HIDDEN = 0.9
 """Share of a prompt's messages that computing hides, of what could be: 0.92 was measured at 1 Gbit/s."""
 _WAYS = ("direct", "scatter", "tree", "ring")
+_CANDIDATE_BYTES = 32
+"""What a rank tells others of each token drawn from its part of the vocabulary."""
 _FLOAT32_TIMES = 15
 """float32 matrices of GPUs take about so many times as long as 16-bit ones."""
 
@@ -41,18 +42,18 @@ class Speed:
         return self.sequences / self.decode.step_s
 
 
-def predict_speed(model: ModelSizes, device: Device, demand: Demand, layout: Layout) -> Speed | None:
+def predict_speed(case: Case, layout: Layout) -> Speed | None:
     """Of the instance that has most sequences; None where only a number of parameters is known.
 
     Raises ValueError where the model cannot be split so.
     """
-    if not model.known:
+    if not case.model.known:
         return None
-    held = holdings(model, layout)
+    demand = case.demand
+    held = holdings(case.model, layout)
     sequences = layout.sequences(demand.concurrency)
-    decode = _decode(model, device, demand, layout, held, sequences)
     chunk = min(demand.step_tokens, demand.prompt)
-    prompt = _prompt(model, device, demand, layout, held, chunk)
+    decode, prompt = _decode(case, layout, held), _prompt(case, layout, held, chunk)
     # Chunks follow one another through the stages, so each stage's time counts once a chunk.
     prompt_tok_s = chunk / (prompt.step_s / layout.stages)
     fill_s = prompt.step_s - prompt.step_s / layout.stages
@@ -97,46 +98,33 @@ class _Pass:
     """Of the device's arithmetic."""
 
 
-def _decode(
-    model: ModelSizes,
-    device: Device,
-    demand: Demand,
-    layout: Layout,
-    held: Sequence[Holding],
-    sequences: int,
-) -> Layer:
+def _decode(case: Case, layout: Layout, held: Sequence[Holding]) -> Layer:
     """In a pipeline, as many parts of the batch as stages are under way, each in another stage."""
-    batch = ceil(sequences / layout.stages)
-    work = _Pass(batch, batch * demand.context, batch * demand.context, batch, device.reach.decode)
-    stage_s = max(_pass_s(model, device, demand, each, work) for each in held)
-    return _layer(model, device, demand, layout, stage_s, batch, hidden=0.0)
+    batch = ceil(layout.sequences(case.demand.concurrency) / layout.stages)
+    before = batch * case.demand.context
+    work = _Pass(batch, before, before, batch, case.device.reach.decode)
+    stage_s = max(_pass_s(case, each, work) for each in held)
+    return _layer(case, layout, stage_s, batch, hidden=0.0)
 
 
-def _prompt(
-    model: ModelSizes, device: Device, demand: Demand, layout: Layout, held: Sequence[Holding], chunk: int
-) -> Layer:
+def _prompt(case: Case, layout: Layout, held: Sequence[Holding], chunk: int) -> Layer:
     """A chunk in the middle of a prompt."""
-    work = _Pass(chunk, chunk * demand.prompt // 2, demand.prompt // 2, 1, device.reach.prompt)
-    stage_s = max(_pass_s(model, device, demand, each, work) for each in held)
-    return _layer(model, device, demand, layout, stage_s, chunk, HIDDEN)
+    before = case.demand.prompt // 2
+    work = _Pass(chunk, chunk * before, before, 1, case.device.reach.prompt)
+    stage_s = max(_pass_s(case, each, work) for each in held)
+    return _layer(case, layout, stage_s, chunk, HIDDEN)
 
 
-def _layer(
-    model: ModelSizes,
-    device: Device,
-    demand: Demand,
-    layout: Layout,
-    stage_s: float,
-    tokens: int,
-    hidden: float,
-) -> Layer:
-    """A layer of a step through all stages, of which the slowest computes `stage_s`."""
-    row = model.hidden * (4 if device.kind == "cpu" else max(2, demand.weight_bytes))
-    within = 0.0
+def _layer(case: Case, layout: Layout, stage_s: float, tokens: int, hidden: float) -> Layer:
+    """A layer of a step of `tokens` through all stages, of which the slowest computes `stage_s`. A share
+    `hidden` of what computing could hide of its messages is hidden."""
+
+    model, device = case.model, case.device
+    row = model.hidden * (4 if device.kind == "cpu" else max(2, case.demand.weight_bytes))
+    within = between = 0.0
     if layout.tp > 1:
         within = (2 * model.layers / layout.stages + 1) * message_s(device, layout.tp, tokens * row)
-        within += message_s(device, layout.tp, 32 * tokens)  # candidates of the split vocabulary
-    between = 0.0
+        within += message_s(device, layout.tp, _CANDIDATE_BYTES * tokens)
     if layout.stages > 1:
         latency_s, b_s = _link(device, layout.ranks)
         between = latency_s + tokens * row / b_s
@@ -146,21 +134,22 @@ def _layer(
     return Layer(layout.ranks, compute_s / each, communication_s / each, exposed_s / each, each)
 
 
-def _pass_s(model: ModelSizes, device: Device, demand: Demand, held: Holding, work: _Pass) -> float:
+def _pass_s(case: Case, held: Holding, work: _Pass) -> float:
     """Seconds a rank computes."""
-    p, part, layers = model.parameters, held.part, held.layers.size
-    share, feed, own = layers / model.layers, float(part.feed_forward), float(part.vocabulary)
+    model, device, p, part = case.model, case.device, case.model.parameters, held.part
+    share, feed, own = held.layers.size / model.layers, float(part.feed_forward), float(part.vocabulary)
     table = (p.head or p.embedding) * own if held.last else 0.0
+    attention = float(p.attention * part.attention(model))
     used = p.experts * model.experts_used / model.experts if model.experts else 0.0
-    multiplied = share * (float(p.attention * part.attention(model)) + (p.feed_forward + used) * feed)
-    operations = 2.0 * (multiplied * work.tokens + table * work.drawn)
-    operations += 4.0 * work.pairs * part.heads * (model.latent or model.head_dim) * layers
     touched = p.experts * model.touched(work.tokens)
-    weights = share * (float(p.attention * part.attention(model)) + (p.feed_forward + touched) * feed) + table
-    read = weights * demand.weight_bytes + kv_token_bytes(model, demand, held) * work.kv_tokens
-    rate = _rate(device, demand) * work.reached
+    multiplied = share * (attention + (p.feed_forward + used) * feed)
+    operations = 2.0 * (multiplied * work.tokens + table * work.drawn)
+    operations += 4.0 * work.pairs * part.heads * (model.latent or model.head_dim) * held.layers.size
+    weights = share * (attention + (p.feed_forward + touched) * feed) + table
+    read = weights * case.demand.weight_bytes + kv_token_bytes(model, case.demand, held) * work.kv_tokens
     overhead_s = device.reach.step_s if held.first else 0.0
-    return read / (device.read_b_s * device.reach.read) + operations / rate + overhead_s
+    compute_s = operations / (_rate(device, case.demand) * work.reached)
+    return read / (device.read_b_s * device.reach.read) + compute_s + overhead_s
 
 
 def _rate(device: Device, demand: Demand) -> float:
