@@ -111,6 +111,19 @@ async def test_lookups_find_the_tier_beside_instances_until_it_says_goodbye() ->
         assert service.core.heard_of == 0
 
 
+async def test_the_last_word_of_a_tier_that_stops_takes_its_row_back_at_once() -> None:
+    broker = MemoryBroker()
+    bus = broker.connect()
+    heard: list[KvEvents] = []
+    await bus.subscribe(KV_EVENTS.every(), heard.append)
+    async with running(broker, options()) as tier:
+        await put(tier, 0)
+        await until(lambda: any(event.stored for event in heard))
+    await broker.settle()
+    assert (heard[-1].restate, heard[-1].stored) == ("begin", [])
+    await bus.close()
+
+
 async def test_a_tier_is_not_taken_for_an_instance() -> None:
     broker = MemoryBroker()
     async with indexing(broker) as (service, store), running(broker, options()) as tier:
