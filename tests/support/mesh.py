@@ -131,12 +131,17 @@ class Mesh:
                 raise TimeoutError(f"not ready again within {timeout_s} s, last answer {last}\n{self.logs()}")
             time.sleep(0.05)
 
-    def metric(self, instance: str, name: str) -> float:
-        """Sum of a metric's samples at one service, over all its labels. Raises KeyError when it has none."""
+    def metric(self, instance: str, name: str, **labels: str) -> float:
+        """Sum of a metric's samples with these labels at one service. Raises KeyError when there is none."""
         with urllib.request.urlopen(f"http://{self.service(instance)['http']}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-        values = [float(value) for labelled, _, value in samples if labelled.partition("{")[0] == name]
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        values = [
+            float(value)
+            for labelled, _, value in samples
+            if labelled.partition("{")[0] == name and all(each in labelled for each in wanted)
+        ]
         if not values:
             raise KeyError(f"{instance} has no metric {name}")
         return sum(values)
