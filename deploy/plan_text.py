@@ -13,6 +13,7 @@ from services.worker.memory.options import COMFORT, Option
 from services.worker.memory.plan import Plan, named
 from services.worker.memory.recommend import gb, ms
 from services.worker.memory.sizes import said
+from services.worker.settings import WorkerSettings
 
 _WIDTH = 116
 _KINDS_SHOWN = 4
@@ -172,6 +173,8 @@ def up_command(plan: Plan) -> str | None:
     parts.append(f"--max-slots {layout.sequences(plan.demand.concurrency)}")
     parts += [f"--tp {layout.tp}"] if layout.tp > 1 else []
     parts += [f"--instances {layout.replicas}"] if layout.replicas > 1 else []
+    if plan.block is not None and WorkerSettings.block_tokens not in (0, plan.block.chosen.block_tokens):
+        parts.append(f"--set worker.block_tokens={plan.block.chosen.block_tokens}")
     if cuda:
         parts.append("--device " + ",".join(f"cuda:{i}" for i in range(layout.devices)))
     return " ".join(parts)

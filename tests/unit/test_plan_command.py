@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from deploy.cli import _build
 from deploy.plan import app
 from shared.model.manifest import write_manifest
 from tests.support.gguf_files import HIDDEN, KV_HEADS, LAYERS, weights, write
@@ -145,6 +147,14 @@ def test_people_read_the_sums_the_options_and_one_recommendation(tmp_path: Path)
     assert "hortator up --model" in text
     assert "--tp 4 --device cuda:0,cuda:1" in text
     assert "assumed, not measured" in text
+
+
+def test_the_command_that_is_recommended_is_one_that_hortator_up_takes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    done = here("--model", str(tmp_path), "--device", "H100", "--count", "8", "--concurrency", "400")
+    (line,) = [line for line in done.stdout.splitlines() if line.strip().startswith("hortator up")]
+    up = get_command(_build()).commands["up"]  # type: ignore[attr-defined]
+    up.make_context("up", line.split()[2:])
 
 
 def test_a_measured_gpu_is_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:

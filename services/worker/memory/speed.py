@@ -118,7 +118,6 @@ def _prompt(case: Case, layout: Layout, held: Sequence[Holding], chunk: int) -> 
 def _layer(case: Case, layout: Layout, stage_s: float, tokens: int, hidden: float) -> Layer:
     """A layer of a step of `tokens` through all stages, of which the slowest computes `stage_s`. A share
     `hidden` of what computing could hide of its messages is hidden."""
-
     model, device = case.model, case.device
     row = model.hidden * (4 if device.kind == "cpu" else max(2, case.demand.weight_bytes))
     within = between = 0.0
