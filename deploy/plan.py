@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from deploy.plan_inputs import Numbers
-from deploy.plan_request import MOST_TOKENS, Asked, planned
+from deploy.plan_request import MOST_TOKENS, Asked, planned, up_command
 from services.worker.memory.devices import BadDevice
 from services.worker.memory.sizes import BadModel
 from shared.model import ModelError
@@ -114,12 +114,13 @@ def plan(
             draw(made, picture)
     except (BadModel, BadDevice, ModelError, ValueError, OSError) as error:
         _fail(str(error))
+    command = up_command(asked, made)
     if as_json:
-        print(json.dumps(made.as_dict(), indent=1))
+        print(json.dumps(made.as_dict() | {"command": command}, indent=1))
     else:
         from deploy.plan_text import show
 
-        show(made)
+        show(made, command)
 
 
 def _check_picture(picture: Path) -> None:

@@ -1,6 +1,8 @@
 """What `hortator plan` is asked, checked, and the plan of it."""
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from deploy.plan_inputs import Numbers, device_named, model_named, model_of_numbers
 from services.worker.memory.devices import BadDevice
@@ -90,3 +92,26 @@ def _kv_dtype(dtype: str, kind: str) -> str:
     """As the worker chooses; beside int8 weights of GPUs, which it does not serve, at 16 bit."""
     chosen = default_kv(dtype, kind)
     return chosen if chosen in KV_BYTES else "float16"
+
+
+def up_command(asked: Asked, plan: Plan) -> str | None:
+    """The command that starts what is recommended, or None where it cannot be started."""
+    option, device = plan.recommendation.option, plan.device
+    cuda = device.kind == "cuda"
+    if option is None or plan.model.config is None or device.kind not in ("cpu", "cuda"):
+        return None
+    layout = option.layout
+    if (cuda and asked.dtype.startswith("int8")) or (not cuda and layout.devices > device.island):
+        return None
+    named = Path(asked.model or _DEFAULT_MODEL)
+    model = str(named.parent if named.suffix == ".json" else named)
+    kv_mib = -(-sum(ledger.kv_bytes for ledger in option.ranks) // (1 << 20))
+    parts = ["hortator up", f"--model {shlex.quote(model)}", f"--dtype {asked.dtype}"]
+    parts += [f"--kv-dtype {asked.kv_dtype}"] if asked.kv_dtype else []
+    parts += [f"--kv-memory {kv_mib}MiB", f"--max-slots {layout.sequences(asked.concurrency)}"]
+    parts += [f"--tp {layout.tp}"] if layout.tp > 1 else []
+    parts += [f"--instances {layout.replicas}"] if layout.replicas > 1 else []
+    tokens = plan.block.chosen.block_tokens if plan.block else 0
+    parts += [f"--set worker.block_tokens={tokens}"] if WorkerSettings.block_tokens not in (0, tokens) else []
+    parts += ["--device " + ",".join(f"cuda:{i}" for i in range(layout.devices))] if cuda else []
+    return " ".join(parts)

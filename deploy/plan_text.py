@@ -13,14 +13,13 @@ from services.worker.memory.options import COMFORT, Option
 from services.worker.memory.plan import Plan, named
 from services.worker.memory.recommend import gb, ms
 from services.worker.memory.sizes import said
-from services.worker.settings import WorkerSettings
 
 _WIDTH = 116
 _KINDS_SHOWN = 4
 
 
-def show(plan: Plan) -> None:
-    """On the terminal; a fixed width where the output is none."""
+def show(plan: Plan, command: str | None) -> None:
+    """On the terminal; a fixed width where the output is none. `command` starts what is recommended."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=_WIDTH, highlight=False)
@@ -30,7 +29,7 @@ def show(plan: Plan) -> None:
     _list(console, plan.arithmetic())
     console.print()
     console.print(_options(plan))
-    _advice(console, plan)
+    _advice(console, plan, command)
     console.print("[bold]what this rests on[/bold]")
     _list(console, plan.assumptions())
 
@@ -144,11 +143,11 @@ def _mark(option: Option) -> str:
     return "" if option.served else "not served"
 
 
-def _advice(console: Console, plan: Plan) -> None:
+def _advice(console: Console, plan: Plan, command: str | None) -> None:
     advice = plan.recommendation
     console.print(f"[bold]{_plain(advice.sentence)}[/bold]")
     _list(console, advice.reasons)
-    if (command := up_command(plan)) is not None:
+    if command is not None:
         console.print(f"  {command}", markup=False, soft_wrap=True)
     console.print(
         f"  rank takes: the fullest one; max seqs: in {COMFORT:.0%} of the memory; step: a token for every "
@@ -157,27 +156,6 @@ def _advice(console: Console, plan: Plan) -> None:
         markup=False,
     )
     console.print()
-
-
-def up_command(plan: Plan) -> str | None:
-    """The command that starts what is recommended, or None where it cannot be started."""
-    option, m = plan.recommendation.option, plan.model
-    cuda = plan.device.kind == "cuda"
-    if option is None or m.config is None or plan.device.kind not in ("cpu", "cuda"):
-        return None
-    layout, mib = option.layout, 1 << 20
-    if (cuda and plan.demand.dtype.startswith("int8")) or (not cuda and layout.devices > plan.device.island):
-        return None
-    kv = -(-sum(ledger.kv_bytes for ledger in option.ranks) // mib)
-    parts = ["hortator up", f"--model {m.name}", f"--dtype {plan.demand.dtype}", f"--kv-memory {kv}MiB"]
-    parts.append(f"--max-slots {layout.sequences(plan.demand.concurrency)}")
-    parts += [f"--tp {layout.tp}"] if layout.tp > 1 else []
-    parts += [f"--instances {layout.replicas}"] if layout.replicas > 1 else []
-    if plan.block is not None and WorkerSettings.block_tokens not in (0, plan.block.chosen.block_tokens):
-        parts.append(f"--set worker.block_tokens={plan.block.chosen.block_tokens}")
-    if cuda:
-        parts.append("--device " + ",".join(f"cuda:{i}" for i in range(layout.devices)))
-    return " ".join(parts)
 
 
 def _plain(text: str) -> str:

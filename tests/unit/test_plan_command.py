@@ -145,7 +145,8 @@ def test_people_read_the_sums_the_options_and_one_recommendation(tmp_path: Path)
     assert "pipeline 4" in text
     assert "not served" in text
     assert "hortator up --model" in text
-    assert "--tp 4 --device cuda:0,cuda:1" in text
+    assert "--tp 4" in text
+    assert "--device cuda:0,cuda:1,cuda:2,cuda:3" in text
     assert "assumed, not measured" in text
 
 
