@@ -44,7 +44,6 @@ from services.scheduler.policy import BatchPolicy
 from services.scheduler.preempt import LeastHarm, Preemption
 from services.scheduler.seat import prefix_hashes
 from services.scheduler.sequences import Sequence
-from shared.ids import BlockHash
 from shared.wire import Ack, Beacon, Beat, Cancel, Done, Goodbye, Refused, Resync, Submit
 
 
@@ -338,19 +337,20 @@ class Core:
         """Ask the shared index how far tiers hold what begins to wait, where the answer could matter. What
         the instances hold is in our own tables."""
         choices, fetching = self.fleet.choices, self.planner.fetching
-        asked: dict[tuple[str, bytes], tuple[list[int], list[BlockHash]]] = {}
+        asked: dict[tuple[str, bytes], LookUp] = {}
         for sequence in arrivals:
             sequence.asked_at = now
-            if not fetching.wants_hints(sequence, choices):
+            hold_s = fetching.hold_s(sequence, choices)
+            hashes = prefix_hashes(choices[0], sequence) if hold_s else []
+            if not hashes:
                 continue
-            hashes = prefix_hashes(choices[0], sequence)
-            if hashes:
-                if sequence.fetch is None:
-                    sequence.hold_until = now + fetching.rules.lookup_s
-                client = sequence.request.client.id
-                asked.setdefault((client, hashes[-1]), ([], hashes))[0].append(sequence.handle)
-        for (client, _), (handles, hashes) in asked.items():
-            self._effects.append(LookUp(client, tuple(handles), hashes))
+            if sequence.fetch is None:
+                sequence.hold_until = now + hold_s
+            client, handle = sequence.request.client.id, sequence.handle
+            known = asked.get((client, hashes[-1]))
+            handles = (*known.handles, handle) if known else (handle,)
+            asked[client, hashes[-1]] = LookUp(client, handles, hashes, hold_s)
+        self._effects += asked.values()
 
     def _plan(self, effects: list[Effect], now: float) -> None:
         """Frames for every instance until its window is full or there is nothing to do."""

@@ -199,8 +199,9 @@ class Desk:
         for handle in hint.handles if client else ():
             sequence = client.sequences.get(handle) if client else None
             if sequence is not None and sequence.phase is Phase.QUEUED:
-                sequence.hints = hint.blocks
                 sequence.hold_until = 0.0
+                if hint.blocks is not None:
+                    sequence.hints = hint.blocks
 
     def refuse_impossible(self, infos: list[InstanceInfo], now: float) -> None:
         """An instance became known: what waits and fits nowhere ends, instead of waiting for its deadline."""

@@ -49,11 +49,11 @@ class Connected:
 @dataclass(frozen=True)
 class Hint:
     """The answer to `LookUp`: which rows of the shared index are said to hold how many of its blocks, from
-    the first on. Empty: none, or it could not be asked."""
+    the first on. None: there is no answer; do not wait for it."""
 
     client: str
     handles: tuple[int, ...]
-    blocks: dict[str, int]
+    blocks: dict[str, int] | None
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,13 @@ class AskInventory:
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Ask the shared index how far these waiting sequences' blocks are held; feed its `Hint`, and an empty
-    one when there is no answer soon: they are held back for it."""
+    """Ask the shared index how far these waiting sequences' blocks are held; feed its `Hint`, and one
+    without an answer when there is none within `hold_s`: they are held back for it."""
 
     client: str
     handles: tuple[int, ...]
     hashes: list[BlockHash]
+    hold_s: float
 
 
 @dataclass(frozen=True, slots=True)

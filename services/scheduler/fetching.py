@@ -21,9 +21,13 @@ class FetchRules:
     """When a fetch is worth it, and for how long it is waited for."""
 
     lookup_s: float = 0.005
-    """What the shared index may take to answer; sequences are held back for it that long at most."""
+    """What the shared index may take to answer; sequences are held back for it that long at most,"""
+    lookup_share: float = 0.02
+    """or for this part of the time that computing what they lack would take,"""
+    lookup_most_s: float = 0.05
+    """up to this: a machine that is busy answers late when most is at stake, too."""
     lookup_worth: float = 4.0
-    """They are looked up if computing what they lack takes so many times as long."""
+    """They are looked up if computing what they lack takes so many times `lookup_s`."""
     refresh_s: float = 5.0
     """Those at the head of the queue are looked up anew after so long."""
     refresh_first: int = 16
@@ -64,19 +68,22 @@ class Fetching:
             sequence.stop_fetching(now)
         return now < sequence.hold_until
 
-    def wants_hints(self, sequence: Sequence, fleet: Many[Instance]) -> bool:
-        """Whether what a tier holds of it could change anything, by what the instances hold themselves."""
-        request = sequence.request
+    def hold_s(self, sequence: Sequence, fleet: Many[Instance]) -> float:
+        """For how long it may be held back to hear what a tier holds of it; 0: that could change nothing, by
+        what the instances hold themselves."""
+        request, rules = sequence.request, self.rules
         if request.canary or request.sampling.prompt_logprobs is not None or sequence.offloaded is not None:
-            return False
+            return 0.0
         tokens = len(request.prompt) + len(sequence.out)
+        lacking_s = 0.0
         for instance in fleet:
             if instance.info.tier:
                 known = len(instance.pool.find(prefix_hashes(instance, sequence)))
-                lacking_s = (tokens - known * instance.info.block_tokens) * instance.fit.cost.per_token_s
-                if lacking_s > self.rules.lookup_worth * self.rules.lookup_s:
-                    return True
-        return False
+                missing = tokens - known * instance.info.block_tokens
+                lacking_s = max(lacking_s, missing * instance.fit.cost.per_token_s)
+        if lacking_s <= rules.lookup_worth * rules.lookup_s:
+            return 0.0
+        return max(rules.lookup_s, min(rules.lookup_share * lacking_s, rules.lookup_most_s))
 
     def blocks_to_fetch(self, instance: Instance, sequence: Sequence, cached: int, now: float) -> int:
         """How many blocks after the `cached` ones it pays to fetch; 0: none."""

@@ -41,6 +41,8 @@ from shared.wire import Ack, Cancel, Claim, Claimed, Inventory, Submit, Wire
 
 TICK_S = 0.05
 LEASE_POLL_S = 0.5
+LOOKUP_S = 0.5
+"""After this the shared index is not waited for any more; sequences are held back for much less."""
 ANSWER_S = 0.5
 """How long a claim may take to be answered before it is sent again."""
 
@@ -156,11 +158,18 @@ class Shell:
         self._flush()
 
     async def _look_up(self, effect: LookUp) -> None:
-        """Always ends in a hint, or the sequences would be held back until something else happens."""
-        found: dict[str, int] = {}
+        """Always ends in a hint, or the sequences would be held back until something else happens. An answer
+        that comes later is taken as well: asking is not broken off, which would cost the connection."""
+        asking = self._spawn(self._ask_index(effect))
+        await asyncio.wait({asking}, timeout=effect.hold_s)
+        if not asking.done():
+            self._feed(Hint(effect.client, effect.handles, None))
+
+    async def _ask_index(self, effect: LookUp) -> None:
+        found: dict[str, int] | None = None
         if self._store is not None:
             with contextlib.suppress(StoreDown, TimeoutError):
-                async with asyncio.timeout(self.core.rules.fetch.lookup_s):
+                async with asyncio.timeout(LOOKUP_S):
                     found = await self._store.longest_prefix(self._model, effect.hashes)
         self._feed(Hint(effect.client, effect.handles, found))
 

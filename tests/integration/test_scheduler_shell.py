@@ -250,7 +250,7 @@ class Index(MemoryStore):
 async def test_what_the_index_says_wrongly_or_late_of_a_tier_costs_a_moment(slow: bool):
     async with mesh("w0") as (parts, client):
         index = parts.store = Index(slow)
-        parts.fetch = FetchRules(lookup_worth=0.0, share=1e9)
+        parts.fetch = FetchRules(lookup_s=1e-3, lookup_worth=0.0, share=1e9)
         core = await parts.start_scheduler("s0")
         (reference,) = ask(client, "reference", salt="a")
         await ended([reference])

@@ -356,7 +356,7 @@ class SchedulerNode(Node):
             if self.alive and not self.stopped:
                 self.feed(Hint(effect.client, effect.handles, blocks))
 
-        world.after(self.core.rules.fetch.lookup_s * world.rng.uniform(0.2, 1.05), answer)
+        world.after(effect.hold_s * world.rng.uniform(0.2, 1.05), answer)
 
     def _ask(self, instance: str, message: Any, method: str) -> None:
         world = self.world

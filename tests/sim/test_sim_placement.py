@@ -1,4 +1,4 @@
-"""What placement promises, on simulated fleets in virtual time; `python -m tests.bench.placement` has it all."""
+"""What placement promises, on simulated fleets in virtual time; `tests.bench.placement` has it all."""
 
 import pytest
 

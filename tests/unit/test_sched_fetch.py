@@ -151,7 +151,7 @@ def test_a_sequence_is_held_back_for_its_hint_for_a_moment_only():
     assert not mesh.w0.seen
     mesh.submit("b", 6, 4)
     assert admitted(mesh) == [0], "others pass"
-    mesh.now += 0.006
+    mesh.now += 0.005
     mesh.turn()
     mesh.run()
     assert admitted(mesh) == [0, 0]
