@@ -275,6 +275,7 @@ class TierStore:
         assert entry.block is not None
         segments, view, total = self._segments, entry.block.view, record_bytes(entry.size)
         if not await self._disk_room(total):
+            log.warning("the second tier's disk has no room that may be freed", wanted=total, rest_s=REST_S)
             return False
         self.book.read_begins(entry)
         try:
@@ -307,12 +308,15 @@ class TierStore:
         return self.book.disk_fits(record)
 
     async def _flush(self, until: float) -> None:
-        written = 0
-        for entry in self.book.unspilled_latest_first():
-            written += record_bytes(entry.size)
+        entries, written, total = self.book.unspilled_latest_first(), 0, 0
+        for entry in entries:
+            total += record_bytes(entry.size)
             # What was just written must not leave for what was used less recently.
-            if written > self.book.disk_bytes or time.monotonic() > until or not await self._write(entry):
+            if total > self.book.disk_bytes or time.monotonic() > until or not await self._write(entry):
                 break
+            written += 1
+        if entries:
+            log.info("second tier left on disk", written=written, lost=len(entries) - written)
 
     # --- hands --------------------------------------------------------------------------------------------
 
