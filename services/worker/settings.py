@@ -33,8 +33,9 @@ class WorkerSettings(ServiceSettings):
     memory: str = ""
     """What the instance may take of this machine in all, a size as of `kv_memory`; empty: as much as is
     available and its control group allows. Where that does not do, it does not start."""
-    block_tokens: int = 16
-    """Tokens a KV block holds."""
+    block_tokens: int = 0
+    """Tokens a KV block holds; 0: as many as cost least for this model (docs/memory.md). Instances share
+    prefixes only where it is the same."""
     max_slots: int = 0
     """Sequences running at once; 0: 64, or 512 of a mock."""
     max_len: int = 0

@@ -120,7 +120,7 @@ def test_a_node_that_differs_ends_with_what_differs(tmp_path: Path) -> None:
         ended = subprocess.run(node, capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode == 1
         assert "w0 cannot start: rank 1 (node 1, " in ended.stdout
-        assert "block_tokens is 32, of rank 0 16; start all nodes with the same" in ended.stdout
+        assert "block_tokens is 32, of rank 0 0; start all nodes with the same" in ended.stdout
         assert lead.poll() is None
     finally:
         lead.send_signal(signal.SIGTERM)

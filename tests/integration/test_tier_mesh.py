@@ -179,7 +179,7 @@ def test_golden_after_preemption_and_restore_at_float32(tmp_path: Path) -> None:
 def test_the_models_prefix_outlives_its_worker(tmp_path: Path) -> None:
     ids = [token for case in GOLDEN for token in (*case["ids"], *case["golden"])]
     ids = (ids * (1500 // len(ids) + 1))[:1500]
-    with Mesh.start(tmp_path, "--dtype", "float32") as mesh:
+    with Mesh.start(tmp_path, "--dtype", "float32", "--set", "worker.block_tokens=16") as mesh:
         expected, _ = complete(mesh, ids, 16)
         # The second time nothing is computed but the end: what the first takes besides is the prefix.
         _, computed_s = complete(mesh, [ids[0] + 1, *ids[1:]], 1)

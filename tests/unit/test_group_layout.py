@@ -111,7 +111,7 @@ def test_what_two_ranks_differ_in_is_named_with_both_values() -> None:
     assert difference(facts_of(settings(tp=2, threads=3, device="cuda:1")), ours) == ""
     theirs = facts_of(settings(tp=2, kv_memory="1GiB", block_tokens=32))
     assert difference(theirs, ours) == (
-        "block_tokens is 32, of rank 0 16; kv_memory is 1GiB, of rank 0 512MiB"
+        "block_tokens is 32, of rank 0 0; kv_memory is 1GiB, of rank 0 512MiB"
     )
     assert difference(ours | {"version": "0.0.1"}, ours).startswith("version is 0.0.1, of rank 0 ")
     assert difference({}, ours)

@@ -29,7 +29,7 @@ from services.worker.parallel.split import Shard
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 1.0
+PROBE_S = 0.5
 """Where the widest step would take longer, fewer tokens are computed and the rest added in proportion."""
 
 Sample = Callable[[torch.Tensor, list[SampleRow]], object]
