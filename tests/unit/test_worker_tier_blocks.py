@@ -83,7 +83,7 @@ class InlineTier:
     # The threads.
 
     def move(self) -> None:
-        self.rng.choice([self.send, self.send, self.fetch])()
+        self.rng.choice([self.send, self.send, self.send, self.fetch])()
         assert all(content == self.right[named] for named, content in self.held.items())
 
     def send(self) -> None:
@@ -176,6 +176,7 @@ class FetchingScheduler(RandomScheduler):
                 self.known[block_hash] = block
                 self.hash_of[block] = block_hash
         self.got = self.sent
+        self.op = 0
 
 
 class Moving:
@@ -236,7 +237,7 @@ def play(seed: int, depth: int, frames: int) -> int:
             assert (end is not None) == (key[0] == session)
             if end is not None:
                 scheduler.end(key[1], count)
-        if rng.random() < 0.02:
+        if rng.random() < 0.06:
             session += 1
             compute.session = session
             compute.begin()
