@@ -5,6 +5,7 @@ do) and `ReserveNothing` (whatever fits now, as systems do that rely on preempti
 in docs/benchmarks.md.
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 
@@ -44,6 +45,23 @@ class Estimate:
         self.mean += weight * (value - self.mean)
 
 
+def peak_growth(rows: Iterable[tuple[int, int]]) -> int:
+    """Most blocks that running sequences will need at once beyond what they hold.
+
+    A row: the blocks that one is expected to grow by yet, and those that come back when it ends. All grow at
+    the same pace, and what one gives back others grow into. Of who has outgrown what was expected (0 to come)
+    the end is not foreseen.
+    """
+    ordered = sorted(rows)
+    peak, back = 0, 0
+    for index, (growth, held) in enumerate(ordered):
+        # Just before this one ends, and after all before it have
+        peak = max(peak, (len(ordered) - index) * growth - back)
+        if growth:
+            back += held
+    return peak
+
+
 class ExpectedOutput:
     """Learnt from how long outputs turned out.
 
@@ -51,22 +69,22 @@ class ExpectedOutput:
     `LARGE` is no forecast but the absence of one (often the rest of the context), and a share of it would
     let only a few sequences in: there the length itself is estimated.
 
-    Sequences do not end all at once: what one gives back, others grow into. So only a share of what is
-    expected is set aside, and experience says which: preemptions raise it, sequences that end lower it, until
-    about one in `SPARED` is preempted. Setting aside more costs more concurrency than that recomputes
-    (docs/decisions/2026-11-30-preemption.md).
+    Of what is expected a share is set aside, and experience says which: preemptions raise it, sequences that
+    end lower it, until a few in a hundred are preempted. Setting aside more costs more in concurrency than
+    that in recomputation (docs/decisions/2026-11-30-preemption.md).
     """
 
     LARGE = 1024
     RAISE = 0.1
     """Added by each preemption to the share that is set aside."""
-    SPARED = 40
-    LEAST, MOST = 0.2, 2.0
+    DECAY = 1 / 32
+    """Of that share, taken off by each sequence that ends."""
+    LEAST, FIRST, MOST = 0.2, 1.3, 2.0
 
     def __init__(self) -> None:
         self._share = Estimate(0.7, 0.1)
         self._length = Estimate(384.0, 128.0)
-        self._set_aside = 1.0
+        self._set_aside = self.FIRST
 
     def output_tokens(self, max_tokens: int, written: int) -> int:
         more = self._set_aside * (self._expected(max_tokens) - written)
@@ -83,7 +101,7 @@ class ExpectedOutput:
             self._length.observe(generated)
         else:
             self._share.observe(generated / max_tokens)
-        self._set_aside = max(self.LEAST, self._set_aside - self.RAISE / self.SPARED)
+        self._set_aside = max(self.LEAST, self._set_aside * (1.0 - self.DECAY))
 
     def preempted(self) -> None:
         self._set_aside = min(self.MOST, self._set_aside + self.RAISE)

@@ -15,7 +15,6 @@ class Draft:
         "firsts",
         "ids",
         "kv_ops",
-        "offload",
         "preempted",
         "prompt_tokens",
         "seq",
@@ -28,7 +27,6 @@ class Draft:
         self.work: list[Work] = []
         self.extend: list[Extend] = []
         self.kv_ops: list[KvOp] = []
-        self.offload: list[int] = []
         self.fetch: list[Fetch] = []
         self.firsts: list[Sequence] = []
         self.prompt_tokens = 0

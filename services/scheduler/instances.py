@@ -130,6 +130,8 @@ class Instance:
     free_slots: list[int] = field(default_factory=list)
     leaving: list[int] = field(default_factory=list)
     """Slots to be released by the next frame."""
+    keeping: list[int] = field(default_factory=list)
+    """Blocks of preempted sequences that the next frame names for the second tier."""
     resting: deque[Resting] = field(default_factory=deque)
     returning: int = 0
     """Blocks among the resting."""
@@ -173,6 +175,7 @@ class Instance:
         self.table = [None] * claimed.info.max_slots
         self.free_slots = list(range(claimed.info.max_slots - 1, -1, -1))
         self.leaving = []
+        self.keeping = []
         self.resting = deque()
         self.returning = self.decoding = self.spent = self.reserved = self.backlog = 0
         self.running = {}

@@ -224,6 +224,7 @@ class Planner:
         sequence.instance = instance
         sequence.slot = slot
         sequence.blocks = seat.shared + taken
+        sequence.shared = len(seat.shared)
         sequence.known = len(ids)
         sequence.planned = seat.cached
         sequence.reserved = seat.reserve
@@ -262,6 +263,7 @@ class Planner:
 
     def _issue(self, instance: Instance, draft: Draft, now: float) -> Frame:
         released, instance.leaving = instance.leaving, []
+        kept, instance.keeping = instance.keeping, []
         step = Step(
             instance=instance.id,
             epoch=self.epoch,
@@ -273,7 +275,7 @@ class Planner:
             blocks=draft.extend,
             release=released,
             kv_ops=draft.kv_ops,
-            offload=draft.offload,
+            offload=kept,
             fetch=draft.fetch,
         )
         cost_s = instance.fit.cost.step_s(instance.decoding, draft.prompt_tokens)

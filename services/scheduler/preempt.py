@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 Who = TypeVar("Who")
 
-UNITS = 64
+UNITS = 32
 """A need of more blocks is covered in so many units: the choice stays within milliseconds."""
 
 NEARLY_DONE = 16

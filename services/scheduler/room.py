@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from services.scheduler.admission import Reservation
+from services.scheduler.admission import Reservation, peak_growth
 from services.scheduler.counters import Counters
 from services.scheduler.draft import Draft
 from services.scheduler.fetching import FetchRules
@@ -15,6 +15,9 @@ from services.scheduler.preempt import Candidate, LeastHarm, Preemption
 from services.scheduler.seat import Seat
 from services.scheduler.sequences import Sequence
 from shared.wire import Extend, Work
+
+SOON_FRAMES = 4
+"""Who reaches its last token within so many frames is waited for: that takes less than computing again."""
 
 _PRIORITY_OF = attrgetter("request.priority")
 
@@ -93,11 +96,17 @@ class Room:
             draft.work.extend(Work(sequence.slot, 0) for sequence in instance.stalled)
 
     def _relieve(self, instance: Instance, draft: Draft) -> None:
-        """Preempt until the blocks on their way back will do. Spent sequences return theirs by themselves.
+        """Preempt until the blocks on their way back will do. Those that are spent, or will be in a moment,
+        return theirs by themselves.
 
         The oldest of the most urgent class stays whatever it holds: it ends, and so does everybody in turn.
         """
-        while instance.stalled and not instance.spent:
+        if instance.spent or any(
+            lane is Lane.DECODE and seq.end - instance.computed(seq, lane) <= SOON_FRAMES
+            for seq, lane in instance.running.items()
+        ):
+            return
+        while instance.stalled:
             missing = len(instance.stalled) - on_their_way(instance)
             if missing <= 0:
                 return
@@ -137,9 +146,10 @@ class Room:
         before = sum(1 for seq in instance.stalled if seq not in below)
         free = pool.free - pool.idle(shared) - before
         coming = on_their_way(instance)
-        set_aside = instance.set_aside - sum(seq.reserved for seq in below)
+        rows = [seq.outlook for seq in instance.running if seq not in below]
+        growth = peak_growth([*rows, (seat.reserve, seat.need)])
         all_in_all = free + coming + sum(candidate.frees for candidate in candidates)
-        if seat.need + seat.reserve + set_aside > all_in_all:
+        if seat.need + growth > all_in_all:
             return False
         if seat.need <= free and slots > 0:
             return True
@@ -201,7 +211,7 @@ class Room:
         loss = find_loss(instance, victim, self.fetch)
         size = instance.info.block_tokens
         if loss.offload:
-            draft.offload += victim.blocks[loss.kept : loss.named]
+            instance.keeping += victim.blocks[loss.kept : loss.named]
             victim.offloaded = (instance.info.tier, loss.named)
             self.counters.preemptions_offload += 1
             self.counters.offloaded_tokens += (loss.named - loss.kept) * size

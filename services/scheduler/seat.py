@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from services.scheduler.admission import Reservation
+from services.scheduler.admission import Reservation, peak_growth
 from services.scheduler.instances import Instance
 from services.scheduler.sequences import Sequence
 from shared.blocks import chain, root_hash
@@ -49,11 +49,22 @@ def find_seat(instance: Instance, sequence: Sequence, reservation: Reservation) 
     seat.reserve = max(0, later - now_blocks)
     free = instance.pool.free - instance.pool.idle(shared if copy_from < 0 else [*shared, copy_from])
     if instance.running or instance.fetches:
-        seat.fits = seat.need + seat.reserve + instance.set_aside <= free
+        seat.fits = _has_room(instance, seat, free)
     else:
         # Alone it may use everything; what rests comes back in a moment.
         seat.fits = seat.need <= free and (seat.need + seat.reserve <= free or not instance.returning)
     return seat
+
+
+def _has_room(instance: Instance, seat: Seat, free: int) -> bool:
+    """Whether `free` blocks will do for it now and, as far as can be expected, for all until they end."""
+    if seat.need + seat.reserve + instance.set_aside <= free:
+        return True
+    if seat.need > free:
+        return False
+    rows = [sequence.outlook for sequence in instance.running]
+    rows += [(fetch.reserve, 0) for fetch in instance.fetchers]
+    return seat.need + peak_growth([*rows, (seat.reserve, seat.need)]) <= free
 
 
 def prefix_hashes(instance: Instance, sequence: Sequence) -> list[BlockHash]:

@@ -94,6 +94,8 @@ class Sequence:
     """DECODE: number of the frame from which one token a frame is computed."""
     due: int = 0
     """DECODE: frame at which it needs a block or has nothing left to compute."""
+    shared: int = 0
+    """Leading ones of `blocks` that it found cached."""
     reserved: int = 0
     """Blocks of expected output set aside beyond those held."""
     cached: int = -1
@@ -127,6 +129,11 @@ class Sequence:
     def end(self) -> int:
         """Computed tokens at which the last allowed token has been drawn."""
         return len(self.request.prompt) + self.request.sampling.max_tokens - 1
+
+    @property
+    def outlook(self) -> tuple[int, int]:
+        """A row of `peak_growth`."""
+        return self.reserved, len(self.blocks) - self.shared
 
     @property
     def waited_s(self) -> float:

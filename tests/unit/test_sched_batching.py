@@ -232,21 +232,21 @@ def test_expected_output_is_reserved_so_that_nobody_is_preempted():
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 8000])
-def test_short_outputs_teach_the_reservation_to_admit_more(max_tokens: int):
+def test_short_outputs_teach_to_expect_less(max_tokens: int):
     learnt = ExpectedOutput()
-    before = learnt.output_tokens(max_tokens, 0)
+    before = learnt.expected_tokens(max_tokens, 0)
     for _ in range(50):
         learnt.observe(max_tokens, 100)
-    assert 100 < learnt.output_tokens(max_tokens, 0) < 250 < before
-    assert learnt.output_tokens(max_tokens, 900) >= 901
+    assert 100 < learnt.expected_tokens(max_tokens, 0) < 250 < before
+    assert learnt.expected_tokens(max_tokens, 900) >= 901
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 2000])
-def test_outputs_that_use_their_limit_are_soon_reserved_whole(max_tokens: int):
+def test_outputs_that_use_their_limit_are_soon_expected_whole(max_tokens: int):
     learnt = ExpectedOutput()
     for _ in range(30):
         learnt.observe(max_tokens, max_tokens)
-    assert learnt.output_tokens(max_tokens, 0) > 0.9 * max_tokens
+    assert learnt.expected_tokens(max_tokens, 0) > 0.9 * max_tokens
 
 
 def test_a_limit_that_is_the_rest_of_the_context_does_not_keep_others_out():
@@ -255,9 +255,20 @@ def test_a_limit_that_is_the_rest_of_the_context_does_not_keep_others_out():
 
 def test_preemption_makes_the_reservation_more_careful():
     learnt = ExpectedOutput()
-    before = learnt.output_tokens(500, 0)
+    before = learnt.output_tokens(2000, 0)
     learnt.preempted()
-    assert learnt.output_tokens(500, 0) > before
+    assert learnt.output_tokens(2000, 0) > before
+
+
+def test_while_nobody_is_preempted_ever_less_is_set_aside_for_the_same_expectation():
+    learnt = ExpectedOutput()
+    for _ in range(100):
+        learnt.observe(2000, 300)
+    assert learnt.expected_tokens(2000, 0) > 300
+    assert 50 < learnt.output_tokens(2000, 0) < 150
+    for _ in range(8):
+        learnt.preempted()
+    assert learnt.output_tokens(2000, 0) > 250
 
 
 def test_the_latest_of_the_least_urgent_is_preempted_and_goes_on_where_it_was():
