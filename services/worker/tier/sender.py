@@ -150,7 +150,7 @@ class Sender:
                 self._reach(home)
                 self._serve(client, home)
             except TierDown as down:
-                if not tries:
+                if not tries and not self._closed:
                     structlog.get_logger().warning("second tier is away", why=str(down))
                 self._reach(None)
                 self._pause(RETRY_S[min(tries, len(RETRY_S) - 1)], home)
