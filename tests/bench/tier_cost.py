@@ -1,122 +1,121 @@
-"""What filling the second tier costs a prompt's computing on one machine.
+"""What it costs to keep every block in the second tier too, under a load of nothing but prompts.
 
-`python -m tests.bench.tier_cost [--model NAME] [--tokens N] [--rounds N]` computes fresh prompts, whose blocks go
-to a tier in a process of its own or, in turns, do not. It prints a JSON line: the least wall seconds of a prompt
-with and without, and the CPU seconds that its blocks take here and there beside those of computing it.
+Two meshes that differ in the second tier alone take turns on the same machine, the same prompts in each turn;
+the other one idles. Every prompt is new and one token is asked of it, so every block that is computed is also
+written behind, and nothing is ever fetched. A turn begins when nothing of the last one waits to be sent any
+more; its rate is told until the last answer, and until the last block is sent.
 """
 
-import argparse
-import json
-import multiprocessing
-import random
+import asyncio
+import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
-from services.worker.collective.port import LOOPBACK
-from services.worker.compute import Compute, Outcome
-from services.worker.executors import batch_for, build_executor, tier_for
-from services.worker.settings import WorkerSettings
-from services.worker.tier.homes import TierState
-from shared.model.resolve import resolve
-from shared.subjects import tier_row
-from shared.wire import Admit, Sampling, Step, TierOffer, Work
-from tests.bench.tier_rates import SECRET, serve
+from deploy.bench.client import Target
+from deploy.bench.plots import figure, grouped_bars
+from deploy.bench.records import summarise
+from deploy.bench.runner import Conditions, closed_loop
+from deploy.bench.workload import Job, Shape, random_jobs
+from tests.bench.common import Report, announce, mesh, options
+from tests.support.mesh import Mesh
 
-MODEL = "m"
+MODULE = "tests.bench.tier_cost"
+TARGET = 0.97
+SIDES = ("without", "with")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--chunk", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    told = parser.parse_args()
-    here, there = multiprocessing.Pipe()
-    memory = 1 << 30
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(there, memory, 0, ""))
-    server.start()
-    offer = TierOffer(
-        instance="k0",
-        host="127.0.0.1",
-        port=here.recv(),
-        secret=SECRET,
-        born=1,
-        memory_bytes=memory,
-        disk_bytes=0,
+@dataclass(frozen=True)
+class Turn:
+    prompt_tok_s: float
+    """Until the last answer."""
+    drained_tok_s: float
+    """Until the last block was sent as well."""
+    ttft_p50_ms: float
+
+
+def turn(running: Mesh, target: Target, jobs: Sequence[Job], clients: int) -> Turn:
+    began = time.perf_counter()
+    run = asyncio.run(closed_loop(target, jobs, clients, Conditions(), lambda _: None))
+    tokens = sum(job.prompt_tokens for job in jobs)
+    summary = summarise(run.records, run.wall_s)
+    if summary.errors:
+        raise SystemExit(f"a request failed: {next(r.error for r in run.records if r.error)}")
+    drain(running)
+    return Turn(tokens / run.wall_s, tokens / (time.perf_counter() - began), summary.ttft_p50_ms)
+
+
+def drain(running: Mesh) -> None:
+    """Until no block waits to be sent."""
+    deadline = time.monotonic() + 60
+    while (waiting := running.metric("w0", "hortator_worker_tier_waiting")) > 0:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{waiting:.0f} blocks still wait to be sent\n{running.logs()}")
+        time.sleep(0.05)
+
+
+def draw(names: list[str], turns: dict[str, list[Turn]]) -> Any:
+    made, axes = figure(6.0)
+    rates = {f"{side} a second tier": [t.prompt_tok_s for t in turns[side]] for side in SIDES}
+    grouped_bars(axes, names, rates, "prompt tokens/s")
+    return made
+
+
+def main() -> int:
+    parser = options(__doc__ or "", MODULE)
+    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=8, help="in each turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--tier-memory", default="2GiB", help="so large that nothing has to leave it")
+    args = parser.parse_args()
+    command = announce(args, MODULE)
+    shape = Shape(args.prompt_tokens, 1)
+    turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
+    flags = ("--threads", str(args.threads))
+    with (
+        mesh(*flags, "--tier-memory", "0") as plain,
+        mesh(*flags, "--tier-memory", args.tier_memory) as tiered,
+    ):
+        sides = dict(zip(SIDES, (plain, tiered), strict=True))
+        for number in range(-1, args.rounds):  # round -1 warms both sides up
+            jobs = random_jobs(args.requests if number >= 0 else 2, shape, f"{args.seed}:{number}")
+            for side in SIDES if number % 2 else reversed(SIDES):
+                done = turn(*sides[side], jobs, args.clients)
+                if number >= 0:
+                    turns[side].append(done)
+        blocks = "hortator_worker_tier_blocks_total"
+        sent, dropped = (tiered[0].metric("w0", blocks, what=what) for what in ("sent", "dropped"))
+    names = [f"round {n + 1}" for n in range(args.rounds)]
+    pairs = list(zip(turns["with"], turns["without"], strict=True))
+    shares = [one.prompt_tok_s / other.prompt_tok_s for one, other in pairs]
+    rows = [(f"{side} a second tier, tokens/s", *(t.prompt_tok_s for t in turns[side])) for side in SIDES]
+    rows.append(("with / without", *shares))
+    rows.append(("with, until all blocks are sent", *(t.drained_tok_s for t in turns["with"])))
+    share = median(shares)
+    report = Report(
+        "tier_cost",
+        f"prompt tokens/s, {args.clients} clients, {args.prompt_tokens} tokens each, {args.threads} threads; "
+        f"{sent:.0f} blocks sent, {dropped:.0f} dropped",
+        command,
+        args.seed,
+        ("side", *names),
+        rows,
+        {
+            "blocks_sent": sent,
+            "blocks_dropped": dropped,
+            "ttft_p50_ms": {side: [t.ttft_p50_ms for t in turns[side]] for side in SIDES},
+        },
+        {
+            f"{100 * share:.1f} % of the rate without (median round), aim {100 * TARGET:.0f} %": share
+            >= TARGET
+        },
     )
-    settings = WorkerSettings(
-        model=MODEL, model_dir=str(resolve(told.model).path), instance="w0", max_len=8192
-    )
-    executor = build_executor(settings, LOOPBACK)
-    tier = tier_for(settings, executor)
-    if tier is None:
-        raise SystemExit("this executor has no blocks to keep")
-    compute = Compute(executor, batch_for(settings, executor.info), tier=tier)
-    compute.session = 1
-    rng = random.Random(1)
-    number = 0
-
-    def step(**content: object) -> None:
-        nonlocal number
-        number += 1
-        frame = Step(instance="w0", epoch=1, owner="o", incarnation=1, seq=number, **content)  # type: ignore[arg-type]
-        outcome = compute.step(frame, time.perf_counter())
-        assert isinstance(outcome, Outcome)
-        assert not any(row.reason == "error" for row in outcome.done.stopped), outcome.done.stopped
-
-    def prompt() -> float:
-        """Seconds of a fresh prompt, computed in chunks."""
-        ids = [rng.randrange(1000, 40000) for _ in range(told.tokens)]
-        blocks = list(range(-(-told.tokens // executor.info.block_tokens) + 1))
-        began = time.perf_counter()
-        admit = [Admit(0, 0, told.tokens, ids, 0, blocks, Sampling(max_tokens=4, seed=1))]
-        for start in range(0, told.tokens, told.chunk):
-            step(admit=admit, work=[Work(0, min(told.chunk, told.tokens - start))])
-            admit = []
-        took = time.perf_counter() - began
-        step(release=[0])
-        return took
-
-    def cpu_there() -> float:
-        here.send("")
-        seconds: float = here.recv()
-        return seconds
-
-    def cpu_of(wanted: bool) -> tuple[float, float, float]:
-        """(wall, CPU here, CPU there) of one prompt, and of bringing its blocks to the tier."""
-        compute.use_tiers(TierState((offer,), tier_row("k0", MODEL), wanted))
-        mine, theirs = time.process_time(), cpu_there()
-        took = prompt()
-        while tier.report()["waiting"]:
-            time.sleep(0.01)
-        return took, time.process_time() - mine, cpu_there() - theirs
-
-    prompt()
-    cpu_of(True)
-    off, on = zip(*((cpu_of(False), cpu_of(True)) for _ in range(told.rounds)), strict=True)
-    report = tier.report()
-    without, with_tier = min(row[0] for row in off), min(row[0] for row in on)
-    cpu = min(row[1] for row in off)
-    print(
-        json.dumps(
-            {
-                "tokens": told.tokens,
-                "without_s": round(without, 3),
-                "with_s": round(with_tier, 3),
-                "slower": round(with_tier / without - 1, 4),
-                "cpu_s": round(cpu, 3),
-                "cpu_more_here_s": round(min(row[1] for row in on) - cpu, 3),
-                "cpu_there_s": round(min(row[2] for row in on), 3),
-                "sent": report["sent"],
-                "saved": report["saved"],
-                "dropped": report["dropped"],
-            }
-        )
-    )
-    compute.close()
-    here.send(None)
-    server.join()
+    return report.publish(args.out, draw(names, turns))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
