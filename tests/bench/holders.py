@@ -36,10 +36,12 @@ def holders(running: Mesh, prompt: Sequence[int], salt: str = "") -> tuple[dict[
     return asyncio.run(ask())
 
 
-def wait_for(running: Mesh, prompt: Sequence[int], right: Callable[[dict[str, int], int], bool]) -> None:
+def wait_for(
+    running: Mesh, prompt: Sequence[int], right: Callable[[dict[str, int], int], bool], salt: str = ""
+) -> None:
     """Until the index says so of the prompt. Raises TimeoutError after 60 s."""
     deadline = time.monotonic() + 60
-    while not right(*(last := holders(running, prompt))):
+    while not right(*(last := holders(running, prompt, salt))):
         if time.monotonic() > deadline:
             raise TimeoutError(f"the prefix index still says {last}\n{running.logs()}")
         time.sleep(0.05)

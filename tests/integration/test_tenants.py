@@ -5,7 +5,9 @@ of 1,000 tokens to be told from a cold one by the clock.
 """
 
 import json
+import os
 import random
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench.holders import in_tier, wait_for
 from tests.support.mesh import Mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
@@ -163,6 +166,19 @@ def test_the_clock_does_not_tell_a_tenant_what_another_one_asked(mesh: Mesh) -> 
     assert min(a.seconds for a in cold) >= PROMPT_TOKENS * TOKEN_S
     assert {a.cached for a in probed} == {a.cached for a in cold} == {0}
     assert [a.timing.keys() for a in probed] == [a.timing.keys() for a in cold]
+
+
+def test_the_second_tier_gives_a_tenant_nothing_of_another_ones(mesh: Mesh, prompt: list[int]) -> None:
+    ask(mesh, "alice-laptop", prompt)
+    wait_for(mesh, prompt, lambda rows, blocks: 0 < blocks <= in_tier(rows), salt="alice\0")
+    workers = [mesh.processes()[name] for name in ("w0", "w1")]
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGKILL)
+    wait_for(mesh, prompt, lambda rows, _: set(rows).isdisjoint({"w0", "w1"}), salt="alice\0")
+    mesh.wait_ready()
+    assert [ask(mesh, key, prompt).cached for key in ("bob-laptop", "guest-one")] == [0, 0]
+    # Nobody but the tier has it now.
+    assert ask(mesh, "alice-server", prompt).cached >= PROMPT_TOKENS - 100
 
 
 def test_a_key_nobody_has_gets_no_answer(mesh: Mesh, prompt: list[int]) -> None:
