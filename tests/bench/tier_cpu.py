@@ -1,8 +1,8 @@
 """What filling the second tier takes of the processors beside computing a prompt, in one process and a tier.
 
-`python -m tests.bench.tier_cpu [--model NAME] [--tokens N] [--rounds N]` computes fresh prompts whose blocks go
-to a tier in a process of its own or, in turns, do not. It prints a JSON line: the least wall seconds of a prompt
-each way, and the CPU seconds that its blocks take here and there beside those of computing it.
+`python -m tests.bench.tier_cpu [--model NAME] [--tokens N] [--rounds N]` computes fresh prompts whose blocks
+go to a tier in a process of its own or, in turns, do not. It prints a JSON line: the least wall seconds of a
+prompt each way, and the CPU seconds that its blocks take here and there beside those of computing it.
 """
 
 import argparse
