@@ -11,6 +11,7 @@ from services.worker.step import ExecutorInfo
 from shared.runtime.settings import as_env
 
 SAME = (
+    "model",
     "tp",
     "nodes",
     "dtype",
@@ -22,11 +23,12 @@ SAME = (
     "max_step_tokens",
     "kernels",
     "deterministic",
+    "tier_staging",
     "mock",
     "mock_vocab",
     "mock_blocks",
 )
-"""Settings by which a rank computes something else than another."""
+"""Settings by which a rank computes something else than another, or keeps it elsewhere."""
 
 
 def facts_of(settings: WorkerSettings) -> dict[str, str]:
