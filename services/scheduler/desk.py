@@ -202,6 +202,7 @@ class Desk:
                 sequence.hold_until = 0.0
                 if hint.blocks is not None:
                     sequence.hints = hint.blocks
+                    sequence.looks.clear()
 
     def refuse_impossible(self, infos: list[InstanceInfo], now: float) -> None:
         """An instance became known: what waits and fits nowhere ends, instead of waiting for its deadline."""
@@ -300,6 +301,7 @@ class Desk:
         sequence.attempt += 1
         sequence.hashes = None
         sequence.hints = {}
+        sequence.looks.clear()
         request.client.top_attempt = max(request.client.top_attempt, sequence.attempt)
         self.queue.push(sequence)
         self._arrivals.append(sequence)

@@ -1,5 +1,7 @@
 """What placement can know of the instances: candidates for a waiting sequence, made from their books."""
 
+from __future__ import annotations
+
 from bisect import insort
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from services.scheduler.fetching import Fetching, soon_cached
 from services.scheduler.instances import Instance
 from services.scheduler.placement import Candidate
 from services.scheduler.policy import BatchPolicy
-from services.scheduler.seat import Seat, find_seat
+from services.scheduler.seat import Look, Seat, find_seat
 from services.scheduler.sequences import Sequence
 from services.scheduler.validate import misfit
 
@@ -31,6 +33,20 @@ class Promised:
     tokens: int = 0
 
 
+NOTHING = Promised()
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """An instance at this moment, whoever asks."""
+
+    ahead_s: float
+    queue_tokens: int
+    fetching: int
+    prompt_share: float
+    step_tokens: int
+
+
 @dataclass
 class Outlook:
     """Of one walk through the queue. It remembers who was left to whom, so that the next in the queue sees
@@ -47,6 +63,9 @@ class Outlook:
     draft: Draft
     """The frame of that instance in the making."""
     _promised: dict[str, Promised] = field(default_factory=dict)
+    _oldest: float = -1.0
+    """When the first of the fleet was ready; -1: not looked at."""
+    _bases: dict[str, _Base] = field(default_factory=dict)
     _ends: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def candidates(self, sequence: Sequence, seat: Seat) -> list[Candidate]:
@@ -61,36 +80,61 @@ class Outlook:
 
     def candidate(self, instance: Instance, sequence: Sequence, seat: Seat | None = None) -> Candidate:
         """The sequence on that instance; `seat` if it has been looked for."""
+        look = self._look(instance, sequence, seat)
+        base = self._base_of(instance)
+        size = instance.info.block_tokens
+        tokens = len(sequence.request.prompt) + len(sequence.out)
+        promised = self._promised.get(instance.id, NOTHING)
+        waiting = base.fetching + promised.sequences
+        return Candidate(
+            instance=instance.id,
+            lacking_tokens=tokens - max(look.seat.cached, min(look.soon * size, tokens - 1)),
+            fetch_tokens=look.fetch * size,
+            fetch_s=self.fetching.fetch_s(instance, look.fetch, self.now) if look.fetch else 0.0,
+            soon_s=max(0.0, look.soon_at - self.now),
+            ahead_s=base.ahead_s,
+            room_s=self._room_s(instance, sequence, look.seat, waiting),
+            queue_tokens=base.queue_tokens + promised.tokens,
+            running=len(instance.running) + waiting,
+            decoding=instance.decoding,
+            evicted_tokens=max(0, look.seat.need - instance.pool.plain) * size,
+            prompt_share=base.prompt_share,
+            cost=instance.fit.cost,
+            step_tokens=base.step_tokens,
+        )
+
+    def _look(self, instance: Instance, sequence: Sequence, seat: Seat | None) -> Look:
+        """Of another instance the last one will do until a frame, a result or a fetch has changed it there;
+        `seat`: look anew."""
+        stamp = (instance.incarnation, instance.next_seq, instance.expected, len(instance.fetches))
+        known = sequence.looks.get(instance.id)
+        if seat is None and known is not None and known.stamp == stamp:
+            return known
         if seat is None:
             seat = find_seat(instance, sequence, self.reservation)
-        info, fit, size = instance.info, instance.fit, instance.info.block_tokens
-        tokens = len(sequence.request.prompt) + len(sequence.out)
+        size = instance.info.block_tokens
         soon, soon_s = self.soon(instance, sequence)
-        cached = max(seat.cached, min(soon * size, tokens - 1))
         fetch = 0
         if sequence.fetch is None and soon * size <= seat.cached:
             fetch = self.fetching.blocks_to_fetch(instance, sequence, seat.cached // size, self.now)
-        promised = self._promised.get(instance.id, Promised())
-        fetchers = instance.fetchers
-        waiting = len(fetchers) + promised.sequences
-        return Candidate(
-            instance=instance.id,
-            lacking_tokens=tokens - cached,
-            fetch_tokens=fetch * size,
-            fetch_s=self.fetching.fetch_s(instance, fetch, self.now) if fetch else 0.0,
-            soon_s=soon_s,
-            ahead_s=self._ahead_s(instance),
-            room_s=self._room_s(instance, sequence, seat, waiting),
-            queue_tokens=instance.backlog + promised.tokens + sum(f.left_tokens for f in fetchers),
-            running=len(instance.running) + waiting,
-            decoding=instance.decoding,
-            evicted_tokens=max(0, seat.need - instance.pool.plain) * size,
-            prompt_share=instance.prompt_share(self.now),
-            cost=fit.cost,
-            step_tokens=self.budget.prefill_tokens(
-                fit.cost, instance.decoding, info.max_step_tokens, fit.overrun
-            ),
-        )
+        look = sequence.looks[instance.id] = Look(stamp, seat, soon, self.now + soon_s, fetch)
+        return look
+
+    def _base_of(self, instance: Instance) -> _Base:
+        """What does not depend on the sequence. Of the instance being planned it changes as it is filled."""
+        base = self._bases.get(instance.id)
+        if base is None or instance is self.planning:
+            fit, fetchers = instance.fit, instance.fetchers
+            base = self._bases[instance.id] = _Base(
+                ahead_s=self._ahead_s(instance),
+                queue_tokens=instance.backlog + sum(fetch.left_tokens for fetch in fetchers),
+                fetching=len(fetchers),
+                prompt_share=instance.prompt_share(self.now),
+                step_tokens=self.budget.prefill_tokens(
+                    fit.cost, instance.decoding, instance.info.max_step_tokens, fit.overrun
+                ),
+            )
+        return base
 
     def soon(self, instance: Instance, sequence: Sequence) -> tuple[int, float]:
         """`soon_cached`, the frame in the making included."""
@@ -115,7 +159,9 @@ class Outlook:
         """Sequences it may run at once, fewer while it is new among others."""
         limit = min(self.max_running or len(instance.table), len(instance.table))
         age_s = self.now - instance.ready_at
-        if age_s < SLOW_START_S and any(i.ready_at <= instance.ready_at - SLOW_START_S for i in self.fleet):
+        if self._oldest < 0.0:
+            self._oldest = min((other.ready_at for other in self.fleet), default=self.now)
+        if age_s < SLOW_START_S and self._oldest <= instance.ready_at - SLOW_START_S:
             return min(limit, max(SLOW_START_LEAST, int(limit * age_s / SLOW_START_S)))
         return limit
 

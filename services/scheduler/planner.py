@@ -25,7 +25,8 @@ from services.scheduler.validate import misfit
 from shared.wire import Admit, KvOp, Step, Work
 
 MAX_PASSED_OVER = 16
-"""Waiting sequences that may be left to other instances before a plan stops looking."""
+"""Waiting sequences that may be left to other instances, or to wait for others' prompts, before a plan stops
+looking."""
 
 MAX_FRAME_IDS = 100_000
 """Ids that the admissions of one frame carry at most: 5 bytes each stay well below the broker's 1 MiB.
@@ -153,6 +154,8 @@ class Planner:
         for sequence in queue:
             if not urgent and (room <= 0 or (budget == 0 and not self.policy.joins_together)):
                 return budget
+            if passed_over == MAX_PASSED_OVER:
+                return budget
             if not self._welcome(instance, sequence, fleet) or self.fetching.waits(sequence, now):
                 continue
             if urgent and not self.room.outranks(instance, sequence, now):
@@ -168,10 +171,9 @@ class Planner:
                 if chosen.instance != instance.id:
                     outlook.promise(chosen)
                     passed_over += 1
-                    if passed_over == MAX_PASSED_OVER:
-                        return budget
                     continue
             if self._comes_by_itself(instance, outlook, sequence, seat):
+                passed_over += 1
                 continue
             if (room <= 0 or not seat.fits) and not (
                 urgent and self.room.make_way(instance, draft, sequence, seat, room, now)

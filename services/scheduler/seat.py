@@ -1,5 +1,6 @@
 """Where a waiting sequence would find its beginning on an instance, and whether the rest has room."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from services.scheduler.admission import Reservation, peak_growth
@@ -26,6 +27,21 @@ class Seat:
         self.reserve = 0
         """Blocks to set aside for expected output."""
         self.fits = False
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a waiting sequence saw of an instance when it was last looked at."""
+
+    stamp: tuple[int, ...]
+    """Changes when the instance's books do."""
+    seat: Seat
+    soon: int
+    """Leading blocks being computed or fetched there for others,"""
+    soon_at: float
+    """the last of which are there by then."""
+    fetch: int
+    """Blocks it would pay to fetch."""
 
 
 def find_seat(instance: Instance, sequence: Sequence, reservation: Reservation) -> Seat:

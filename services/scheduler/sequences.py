@@ -17,6 +17,7 @@ from shared.wire import EndRow, FinishReason, Sampling, SeqTimes, TokenRow
 if TYPE_CHECKING:
     from services.scheduler.clients import Client
     from services.scheduler.instances import FetchUnderWay, Instance
+    from services.scheduler.seat import Look
 
 
 class Phase(Enum):
@@ -104,6 +105,8 @@ class Sequence:
     """Of the full blocks of prompt + out, for a sequence that resumes."""
     hints: dict[str, int] = field(default_factory=dict)
     """row of the shared index → leading blocks of prompt + out it is said to hold."""
+    looks: dict[str, Look] = field(default_factory=dict)
+    """instance → what was last seen of it for this one."""
     hold_until: float = 0.0
     """Not admitted before: its hints are on their way."""
     asked_at: float = 0.0
