@@ -141,6 +141,15 @@ def tier_line(tier: dict[str, Any]) -> str:
     )
 
 
+def preemption_line(told: dict[str, Any]) -> str:
+    """What preemptions there were and what they cost, in one line for people."""
+    return (
+        f"{told['preempted']} preemptions, {told['for_urgent']} of them for urgent requests, "
+        f"{told['offloaded']} with blocks kept in the second tier: {told['recompute_tax']:.2%} of all tokens "
+        f"computed again, {told['saved_tokens']} tokens fetched instead"
+    )
+
+
 def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -244,6 +253,9 @@ def print_for_people(report: dict[str, Any], console: Any) -> None:
             line(text)
     for tier in report.get("tiers", ()):
         line(tier_line(tier))
+    for scheduler in report.get("schedulers", ()):
+        if (told := scheduler.get("preemption")) and told["preempted"]:
+            line(preemption_line(told))
     if report.get("error"):
         console.print(escape(report["error"]), style="red", highlight=False, soft_wrap=True)
     if report["state"] in _OVER:

@@ -33,6 +33,8 @@ class Counters:
     """Of these, for a more urgent newcomer; the others because running sequences needed the blocks."""
     offloaded_tokens: int = 0
     """Tokens whose KV preempted sequences left in the second tier."""
+    offload_saved_tokens: int = 0
+    """Tokens that these had back from there and did not compute again."""
     requeued: int = 0
     """Sequences sent back because their instance was lost."""
     frames_resent: int = 0

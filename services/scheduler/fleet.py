@@ -309,7 +309,7 @@ class Fleet:
             return self.lose(instance, "it reports a failure", now)
         for row in beat.fetched:
             if (fetch := instance.end_fetch(row.op, row.count)) is not None:
-                self._fetched(fetch, min(row.count, len(fetch.blocks)), now)
+                self._fetched(fetch, min(row.count, len(fetch.blocks)), info.block_tokens, now)
         if info.state == "draining" and instance.state is State.READY:
             effects.append(self._turn_to(instance, State.DRAINING))
         elif info.state == "ready" and instance.state is State.DRAINING:
@@ -325,10 +325,12 @@ class Fleet:
             instance.stuck_at = 0
         return effects
 
-    def _fetched(self, fetch: FetchUnderWay, count: int, now: float) -> None:
+    def _fetched(self, fetch: FetchUnderWay, count: int, block_tokens: int, now: float) -> None:
         self._counters.fetches += 1
         self._counters.fetches_short += count < len(fetch.blocks)
         if fetch.waits:
+            if fetch.sequence.offloaded is not None:
+                self._counters.offload_saved_tokens += count * block_tokens
             fetch.sequence.stop_fetching(now)
 
     def resync(self, resync: Resync, now: float) -> list[Effect]:

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from services.scheduler.core import Core
+from services.scheduler.counters import Counters
 
 COUNTERS = {
     "steps": "Step frames whose result is in",
@@ -23,6 +24,7 @@ COUNTERS = {
     "preemptions_offload": "Of these, sequences whose blocks were kept in the second tier",
     "preemptions_urgent": "Of these, sequences that made way for a more urgent one",
     "offloaded_tokens": "Tokens whose KV preempted sequences left in the second tier",
+    "offload_saved_tokens": "Tokens they had back from there and did not compute again",
     "requeued": "Sequences sent back to the queue because their instance was lost",
     "frames_resent": "Step frames sent again",
     "tokens_frames_resent": "Token frames sent again",
@@ -44,6 +46,7 @@ def stats(core: Core) -> dict[str, Any]:
         "owner": core.owner if core.leads else core.leadership.top_owner,
         "state": core.leadership.rule.value,
         "queue": len(waiting_for),
+        "preemption": preemption(core.counters),
         "instances": [
             {
                 "id": instance.id,
@@ -60,6 +63,18 @@ def stats(core: Core) -> dict[str, Any]:
             }
             for instance in core.fleet.instances.values()
         ],
+    }
+
+
+def preemption(counters: Counters) -> dict[str, Any]:
+    """Sequences sent back, by kind, and what that cost and saved, since the process began."""
+    return {
+        "preempted": counters.preemptions,
+        "offloaded": counters.preemptions_offload,
+        "for_urgent": counters.preemptions_urgent,
+        "recomputed_tokens": counters.recomputed_tokens,
+        "saved_tokens": counters.offload_saved_tokens,
+        "recompute_tax": round(counters.recomputed_tokens / max(1, counters.computed_tokens), 5),
     }
 
 

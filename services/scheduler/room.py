@@ -19,6 +19,9 @@ from shared.wire import Extend, Work
 SOON_FRAMES = 4
 """Who reaches its last token within so many frames is waited for: that takes less than computing again."""
 
+FREE_OF_IT = 4
+"""So many preemptions make up for one level of priority, as waiting for `aging_s` does."""
+
 _PRIORITY_OF = attrgetter("request.priority")
 
 
@@ -166,8 +169,8 @@ class Room:
         return not draft.awaited and seat.need <= pool.free - pool.idle(shared) and bool(instance.free_slots)
 
     def _below(self, instance: Instance, sequence: Sequence, now: float) -> Iterator[Sequence]:
-        """Who runs and has to make way: of lower priority, and not so long kept waiting as to make up for it.
-        Equals never do, so two of them cannot take turns at sending each other back."""
+        """Who runs and has to make way: of lower priority, and not so long kept waiting or so often sent back
+        as to make up for it. Equals never do, so two of them cannot take turns at sending each other back."""
         request = sequence.request
         if request.pin:
             return
@@ -175,7 +178,8 @@ class Room:
             levels = other.request.priority - request.priority
             if levels <= 0 or lane is Lane.SPENT or other.request.pin:
                 continue
-            if other.waited_s - sequence.waited_s - (now - sequence.changed) < levels * self.aging_s:
+            suffered_s = other.waited_s + other.preemptions * self.aging_s / FREE_OF_IT
+            if suffered_s - sequence.waited_s - (now - sequence.changed) < levels * self.aging_s:
                 yield other
 
     # Victims

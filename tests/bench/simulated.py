@@ -44,6 +44,7 @@ MODEL, CLIENT, INSTANCE = "simulated", "bench", "i0"
 END_ID, VOCAB = 1, 1000
 ROW = "tier-simulated"
 LOOKUP_S = 0.001
+PATIENT_DESK = DeskRules(queue_bound=100_000)
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class SimulatedMesh:
         seed: int,
         cost: StepCost = StepCost(),
         preemption: Preemption | None = None,
+        desk: DeskRules = PATIENT_DESK,
         tier: SimulatedTier | None = None,
     ) -> None:
         self._now = 0.0
@@ -182,7 +184,7 @@ class SimulatedMesh:
                          tier_fixed_s=tier.fixed_s if tier else 0.0,
                          tier_block_s=tier.block_s if tier else 0.0)
         )  # fmt: skip
-        rules = Rules(model=MODEL, desk=DeskRules(queue_bound=100_000))
+        rules = Rules(model=MODEL, desk=desk)
         self.core = Core(
             "s0", rules, policy, reservation, rng=random.Random(seed), now=0.0, preemption=preemption
         )
