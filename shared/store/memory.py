@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shared.store.index_table import IndexTable
+from shared.store.keys import HASH_BYTES
 from shared.store.port import LeaseState, StoreDown, SweepSlice, number_of, row_of
 
 SLICE_BLOCKS = 500
@@ -103,7 +104,7 @@ class MemoryStore:
         if not self._is_row(model, row):
             return False
         blocks = self._blocks.setdefault(model, {})
-        for block in hashes:
+        for block in _cut(hashes):
             blocks.setdefault(block, set()).add(number_of(row))
         return True
 
@@ -112,7 +113,7 @@ class MemoryStore:
             return False
         number = number_of(row)
         blocks = self._blocks.setdefault(model, {})
-        for block in hashes:
+        for block in _cut(hashes):
             if (holders := blocks.get(block)) is not None:
                 holders.discard(number)
                 if not holders:
@@ -142,7 +143,7 @@ class MemoryStore:
     async def longest_prefix(self, model: str, hashes: Sequence[bytes]) -> dict[str, int]:
         self._reach()
         depths: dict[str, int] = {}
-        blocks = self._blocks.get(model, {})
+        hashes, blocks = _cut(hashes), self._blocks.get(model, {})
         for number, instance in self._table(model).owners().items():
             depth = 0
             while depth < len(hashes) and number in blocks.get(hashes[depth], ()):
@@ -162,3 +163,7 @@ class MemoryStore:
     def _reach(self) -> None:
         if self.down:
             raise StoreDown("the store was told to be down")
+
+
+def _cut(hashes: Sequence[bytes]) -> list[bytes]:
+    return [block[:HASH_BYTES] for block in hashes]
