@@ -59,7 +59,9 @@ async def serve(context: ServiceContext) -> None:
 
 
 def main() -> None:
-    run(load(KvstoreSettings), "kvstore", serve)
+    settings = load(KvstoreSettings)
+    tier_options(settings)  # refused before anything is started
+    run(settings, "kvstore", serve)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.runtime.settings import ServiceSettings, SettingsError, parse_size
+from shared.runtime.settings import PREFIX, ServiceSettings, SettingsError, parse_size
 
 _ANYWHERE = ("0.0.0.0", "::", "")
 
@@ -45,25 +45,26 @@ class TierOptions:
 
 def tier_options(settings: KvstoreSettings) -> TierOptions | None:
     """None: there is to be none. Raises `SettingsError`."""
-    memory = parse_size("tier_memory", settings.tier_memory)
-    disk = parse_size("tier_disk", settings.tier_disk)
+    memory = parse_size(f"{PREFIX}TIER_MEMORY", settings.tier_memory)
+    disk = parse_size(f"{PREFIX}TIER_DISK", settings.tier_disk)
     if not memory:
         if disk:
             raise SettingsError(
-                f"tier_disk={settings.tier_disk!r} without tier_memory: blocks pass through memory, "
-                "set tier_memory to some, for example 256MiB"
+                f"{PREFIX}TIER_DISK={settings.tier_disk!r} without memory: blocks pass through it, "
+                f"set {PREFIX}TIER_MEMORY to some, for example 256MiB"
             )
         return None
     if disk and not settings.tier_dir:
         raise SettingsError(
-            f"tier_disk={settings.tier_disk!r} without tier_dir: name a folder for the blocks"
+            f"{PREFIX}TIER_DISK={settings.tier_disk!r} without a folder: name it in {PREFIX}TIER_DIR"
         )
     if settings.tier_port > 65535:
-        raise SettingsError(f"tier_port={settings.tier_port} is no port: ports are 0 to 65535")
+        raise SettingsError(f"{PREFIX}TIER_PORT={settings.tier_port} is no port: ports are 0 to 65535")
     announce = settings.tier_announce or settings.tier_host
     if announce in _ANYWHERE:
         raise SettingsError(
-            f"tier_host={settings.tier_host!r} is every address: set tier_announce to the one workers reach"
+            f"{PREFIX}TIER_HOST={settings.tier_host!r} is every address: set {PREFIX}TIER_ANNOUNCE to "
+            "the one that workers reach"
         )
     folder = Path(settings.tier_dir).expanduser().absolute() if disk else None
     return TierOptions(memory, disk, folder, settings.tier_host, settings.tier_port, announce)

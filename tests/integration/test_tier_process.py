@@ -205,5 +205,5 @@ async def test_a_kvstore_whose_tier_cannot_be_ends_with_the_reason(
     assert await asyncio.to_thread(process.popen.wait, 20) == 1
     lines = [json.loads(line) for line in process.log.read_text().splitlines()]
     (reason,) = [line["error"] for line in lines if line["level"] == "error"]
-    assert "tier_dir" in reason
+    assert "HORTATOR_TIER_DIR" in reason
     assert "name a folder" in reason

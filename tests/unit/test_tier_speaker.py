@@ -220,7 +220,7 @@ async def test_a_port_that_is_taken_is_told() -> None:
     broker = MemoryBroker()
     async with running(broker, options()) as tier:
         other = SecondTier(broker.connect(), options(port=tier.server.port), "k1")
-        with pytest.raises(CannotStart, match="correct tier_host and tier_port"):
+        with pytest.raises(CannotStart, match="correct HORTATOR_TIER_HOST and HORTATOR_TIER_PORT"):
             await other.run(asyncio.Event(), 0.0)
 
 
@@ -233,10 +233,10 @@ def test_there_is_no_tier_unless_memory_is_given_to_it() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"tier_memory": "lots"}, "tier_memory='lots' is not a size"),
-        ({"tier_disk": "1GiB"}, "set tier_memory"),
-        ({"tier_memory": "1GiB", "tier_disk": "1GiB"}, "without tier_dir"),
-        ({"tier_memory": "1GiB", "tier_host": "0.0.0.0"}, "set tier_announce"),
+        ({"tier_memory": "lots"}, "HORTATOR_TIER_MEMORY='lots' is not a size"),
+        ({"tier_disk": "1GiB"}, "set HORTATOR_TIER_MEMORY"),
+        ({"tier_memory": "1GiB", "tier_disk": "1GiB"}, "name it in HORTATOR_TIER_DIR"),
+        ({"tier_memory": "1GiB", "tier_host": "0.0.0.0"}, "set HORTATOR_TIER_ANNOUNCE"),
         ({"tier_memory": "1GiB", "tier_port": 70000}, "no port"),
     ],
 )

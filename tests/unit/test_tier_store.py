@@ -386,7 +386,8 @@ async def test_many_at_once_get_the_right_bytes_or_none(tmp_path: Path, seed: in
             await asyncio.gather(*(one() for _ in range(6)), *(give_up(one) for _ in range(6)))
         await until(lambda: not store._loading)
         store.book.check()
-        assert not any(entry.readers for entry in store.book._entries.values() if entry.place is None)
+        # One may be on its way to disk; nobody else holds any.
+        await until(lambda: not any(entry.readers for entry in store.book._entries.values()))
     async with opened(tmp_path, disk_records=30) as store:
         for n in range(45):
             assert await get(store, n) in (None, content(n))

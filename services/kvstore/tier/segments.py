@@ -17,7 +17,7 @@ from pathlib import Path
 
 from services.kvstore.tier.book import Key, Place, Space
 from shared.ids import BlockHash
-from shared.runtime.settings import CannotStart
+from shared.runtime.settings import PREFIX, CannotStart
 from shared.tier.frames import MAX_BLOCK_BYTES, MAX_MODEL_BYTES
 
 HEADER_BYTES = 512
@@ -66,14 +66,15 @@ class Segments:
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise CannotStart(
-                f"tier_dir {folder} cannot be used: {error.strerror}; name a folder that we may write to"
+                f"{PREFIX}TIER_DIR={folder} cannot be used: {error.strerror}; "
+                "name a folder that we may write to"
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
             raise CannotStart(
-                f"tier_dir {folder} is used by another kvstore: give each a folder of its own"
+                f"{PREFIX}TIER_DIR={folder} is used by another kvstore: give each a folder of its own"
             ) from None
 
     def scan(self) -> Iterator[Found | int]:

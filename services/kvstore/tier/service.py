@@ -14,7 +14,7 @@ from services.kvstore.tier.server import TierServer
 from services.kvstore.tier.speaker import TierSpeaker
 from services.kvstore.tier.store import TierStore
 from shared.bus.port import Bus
-from shared.runtime.settings import CannotStart
+from shared.runtime.settings import PREFIX, CannotStart
 from shared.wire import TierOffer
 
 log = structlog.get_logger()
@@ -50,7 +50,7 @@ class SecondTier:
         except OSError as error:
             raise CannotStart(
                 f"the second tier cannot listen at {options.host}:{options.port}: {error}; "
-                "correct tier_host and tier_port"
+                f"correct {PREFIX}TIER_HOST and {PREFIX}TIER_PORT"
             ) from None
         log.info("second tier listens", host=options.host, port=self.server.port)
         speaker = TierSpeaker(
