@@ -152,8 +152,8 @@ class SimulatedMesh:
         seed: int,
         cost: StepCost = StepCost(),
         preemption: Preemption | None = None,
-        desk: DeskRules = PATIENT_DESK,
         tier: SimulatedTier | None = None,
+        desk: DeskRules = PATIENT_DESK,
     ) -> None:
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
