@@ -157,18 +157,18 @@ def soon_cached(
     most = 0
     for other in computing:
         if other.request.priority <= request.priority:
-            most = max(most, _common(hashes, prefix_hashes(instance, other)))
+            most = max(most, common_beginning(hashes, prefix_hashes(instance, other)))
     wait_s = 0.0
     for fetch in instance.fetches.values():
         if now < fetch.give_up:
             first = len(fetch.kept)
-            also = _common(hashes[first:], fetch.hashes)
+            also = common_beginning(hashes[first:], fetch.hashes)
             if also and first + also > most:
                 most, wait_s = first + also, max(0.0, fetch.due - now)
     return most, wait_s
 
 
-def _common(a: Many[BlockHash], b: Many[BlockHash]) -> int:
+def common_beginning(a: Many[BlockHash], b: Many[BlockHash]) -> int:
     """Length of the common beginning of two chains: equal somewhere is equal before."""
     low, high = 0, min(len(a), len(b))
     if not high or a[0] != b[0]:

@@ -312,6 +312,7 @@ class Fleet:
                 self._fetched(fetch, min(row.count, len(fetch.blocks)), info.block_tokens, now)
         if info.state == "draining" and instance.state is State.READY:
             effects.append(self._turn_to(instance, State.DRAINING))
+            self._release_fetchers(instance, now)
         elif info.state == "ready" and instance.state is State.DRAINING:
             effects.append(self._turn_to(instance, State.READY))
         role, instance.info = instance.info.role, info
@@ -365,10 +366,7 @@ class Fleet:
         effects: list[Effect] = []
         if instance.planned:
             self._counters.instances_lost += 1
-            for fetch in instance.fetchers:
-                # It did not fail: another instance may try.
-                fetch.sequence.stop_fetching(now)
-                fetch.sequence.fetch_tried = 0
+            self._release_fetchers(instance, now)
             for sequence in list(instance.running):
                 instance.leave(sequence)
                 if sequence in self._canaries:
@@ -381,6 +379,12 @@ class Fleet:
         effects.append(Note("instance_lost", {"instance": instance.id, "reason": reason}))
         effects.append(self._turn_to(instance, State.LOST))
         return effects
+
+    def _release_fetchers(self, instance: Instance, now: float) -> None:
+        """Who waits for a fetch there may go elsewhere, and fetch there: it did not fail."""
+        for fetch in instance.fetchers:
+            fetch.sequence.stop_fetching(now)
+            fetch.sequence.fetch_tried = 0
 
     def _requeue(self, sequence: Sequence, now: float) -> None:
         sequence.losses += 1

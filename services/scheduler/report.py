@@ -108,6 +108,11 @@ class CoreMetrics(Collector):
             "blocks_free": ("Blocks nobody holds", lambda i: i.pool.free),
             "blocks_cached": ("Blocks that can be found by their hash", lambda i: i.pool.cached),
             "blocks_reserved": ("Blocks set aside for expected output", lambda i: i.reserved),
+            "fetches": ("Fetches from the second tier that have not ended", lambda i: len(i.fetches)),
+            "prompt_share": (
+                "Part of its time that prompts took lately",
+                lambda i: i.prompt_share(self._core.leadership.last_tick),
+            ),
             "frames_in_flight": ("Frames without a result", lambda i: len(i.in_flight)),
             "step_seconds": ("Length of recent steps", lambda i: i.fit.step_s),
             "budget_tokens": (

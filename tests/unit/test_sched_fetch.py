@@ -4,13 +4,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sched_rig import BLOCK, FakeInstance, Rig
 
 from services.scheduler.core import Rules
 from services.scheduler.events import Hint, LookUp
-from services.scheduler.fetching import FetchRules
+from services.scheduler.fetching import FetchRules, common_beginning
 from services.scheduler.fleet import FleetRules
 from services.scheduler.instances import State
+from shared.blocks import chain, root_hash
 from shared.wire import Beat, Fetch, Fetched
 
 TIER = "tier-k0-abc"
@@ -267,6 +270,36 @@ def test_a_sequence_whose_instance_is_lost_fetches_on_another():
     end(mesh, fetch.op, FULL, other)
     mesh.run()
     assert mesh.tokens("a") == [100, 101, 102, 103]
+
+
+def test_nobody_waits_for_a_fetch_of_an_instance_that_drains():
+    mesh = rig(instance("w0"), instance("w1"))
+    begun(mesh)
+    home = next(name for name in mesh.instances if fetches(mesh, name))
+    other = "w1" if home == "w0" else "w0"
+    there = mesh.instances[home]
+    there.info = msgspec.structs.replace(there.info, state="draining")
+    mesh.beat(there)
+    mesh.turn()
+    (fetch,) = fetches(mesh, other)
+    mesh.run()
+    end(mesh, fetch.op, FULL, other)
+    mesh.run()
+    assert mesh.tokens("a") == [100, 101, 102, 103]
+    end(mesh, fetches(mesh, home)[0].op, FULL, home)
+    assert mesh.at_rest()
+
+
+@given(
+    a=st.lists(st.integers(0, 2), max_size=12),
+    b=st.lists(st.integers(0, 2), max_size=12),
+)
+def test_the_common_beginning_of_two_chains_is_what_comparing_them_block_by_block_finds(
+    a: list[int], b: list[int]
+):
+    chains = [chain(root_hash("f", 1, ""), ids, 1) for ids in (a, b)]
+    same = next((n for n, (x, y) in enumerate(zip(*chains)) if x != y), min(len(a), len(b)))
+    assert common_beginning(*chains) == same
 
 
 def test_an_instance_that_never_tells_how_a_fetch_ended_is_claimed_anew():
