@@ -172,7 +172,7 @@ class Planner:
                     outlook.promise(chosen)
                     passed_over += 1
                     continue
-            if self._comes_by_itself(instance, outlook, sequence, seat):
+            if not self.policy.joins_together and self._comes_by_itself(instance, outlook, sequence, seat):
                 passed_over += 1
                 continue
             if (room <= 0 or not seat.fits) and not (
