@@ -251,6 +251,8 @@ def print_for_people(report: dict[str, Any], console: Any) -> None:
             line(text)
         for text in memory_lines(row["id"], row.get("memory") or {}):
             line(text)
+        if blocks := (row["engine"] or {}).get("blocks"):
+            line(f"{row['id']}: KV blocks of {blocks}")
     for tier in report.get("tiers", ()):
         line(tier_line(tier))
     for scheduler in report.get("schedulers", ()):
