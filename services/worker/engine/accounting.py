@@ -134,7 +134,6 @@ def _weigh_native(rank: Rank, decoder: NativeDecoder) -> Ledger:
 
 def _weigh_torch(rank: Rank, found: Found) -> Ledger:
     """Of two widths if the widest would take too long: what tokens add to the memory is a line."""
-    weights = resident().private - rank.kv.resident_bytes - found.before
     whole = rank.load.step_tokens
     most = min(whole, max(2 * rank.load.slots, int(PROBE_S * rank.prefill_tok_s)))
     begun = Peak()
@@ -147,6 +146,7 @@ def _weigh_torch(rank: Rank, found: Found) -> Ledger:
     slope = 0.0
     if most < whole:
         slope = max(0.0, (grown[most] - grown[most // 2]) / (most - most // 2))
+    weights = begun.before.private - rank.kv.resident_bytes - found.before
     return _of_process(begun, weights, rank.kv, int(grown[most] + slope * (whole - most)), 0)
 
 
