@@ -141,10 +141,10 @@ def main() -> int:
     ideal, in_turn = offline(trace, 1), offline(trace, instances)
     # All but a few system prompts fit, running sequences included.
     blocks = SYSTEM_PROMPTS * SYSTEM_TOKENS // BLOCK // instances + 250
-    # Nobody waits long at a twentieth of a request a second: what it costs then is what it costs.
-    alone = serve("round-robin", system_prompts(100, 0.05, seed), instances, blocks, seed)
-    each_s = sum(load.busy_s for load in alone.loads) / len(alone.requests)
-    poisson = system_prompts(args.poisson, LOAD * instances / each_s, seed)
+    # What round-robin serves of them when they are all there from the beginning.
+    full = serve("round-robin", system_prompts(args.poisson, 1e6, seed), instances, blocks, seed)
+    capacity = args.poisson / full.wall_s
+    poisson = system_prompts(args.poisson, LOAD * capacity, seed)
     loads: dict[str, tuple[Sequence[Request], int]] = {
         "trace": (trace, 80_000),
         "system prompts": (poisson, blocks),
@@ -183,7 +183,7 @@ def main() -> int:
             "ideal_hit_rate": ideal,
             "round_robin_offline": in_turn,
             "blocks": blocks,
-            "seconds_each": each_s,
+            "round_robin_serves_a_second": capacity,
             "requests_by_instance": {
                 f"{load} {policy}": [each.requests for each in o.loads]
                 for load, outcomes in results.items()
