@@ -44,9 +44,13 @@ class FetchRules:
 
 
 def blocks_in_tier(instance: Instance, sequence: Sequence) -> int:
-    """How many of its leading blocks the tier of that instance is believed to hold."""
-    tier = instance.info.tier
-    if not tier or sequence.request.sampling.prompt_logprobs is not None:
+    """How many of its leading blocks the tier of that instance is believed to hold; 0 while the instance
+    cannot say what a fetch takes."""
+    info = instance.info
+    tier = info.tier
+    measured = tier and info.tier_fixed_s >= 0.0 and info.tier_block_s >= 0.0
+    measured = measured and info.tier_fixed_s + info.tier_block_s > 0.0
+    if not measured or sequence.request.sampling.prompt_logprobs is not None:
         return 0
     held = sequence.hints.get(tier, 0)
     if sequence.offloaded is not None and sequence.offloaded[0] == tier:

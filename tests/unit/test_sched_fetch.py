@@ -134,9 +134,11 @@ def test_only_what_the_instance_does_not_hold_is_fetched():
         (TIER, 1, {}),
         (TIER, FULL, {"tier_block_s": 0.004}),
         (TIER, FULL, {"tier_fixed_s": 0.1}),
+        (TIER, FULL, {"tier_fixed_s": 0.0, "tier_block_s": 0.0}),
+        (TIER, FULL, {"tier_block_s": float("nan")}),
         ("tier-of-others", FULL, {}),
     ],
-    ids=["too-little", "too-slow", "too-long-to-begin", "another-tier"],
+    ids=["too-little", "too-slow", "too-long-to-begin", "not-measured", "nonsense", "another-tier"],
 )
 def test_nothing_is_fetched_where_computing_is_as_good(tier: str, blocks: int, fields: dict[str, float]):
     mesh = rig(instance("w0", **fields))
