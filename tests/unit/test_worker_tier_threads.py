@@ -261,6 +261,24 @@ def test_a_tier_that_comes_back_is_reached_again_and_gets_what_waits(monkeypatch
     sending_.sender.close()
 
 
+def test_a_probe_that_was_damaged_in_the_tier_is_stored_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "PING_S", 0.01)
+    tier = FakeTier()
+    lost: list[str] = []
+
+    def loses(what: str) -> None:
+        if what == "get" and len(lost) < 20:
+            lost.append(what)
+            tier.blocks.clear()
+
+    tier.before = loses
+    sending_ = Sending(tier)
+    sending_.use()
+    sending_.wait(lambda: sending_.sender.rates.known)
+    assert len(lost) == 20, "it gave up for a while, and tried again"
+    sending_.sender.close()
+
+
 def test_the_engine_never_waits_for_a_tier_that_hangs() -> None:
     sending_ = Sending(FakeTier())
     sending_.use()

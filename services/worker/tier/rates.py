@@ -1,5 +1,7 @@
 """What a fetch takes, and what computing the same again takes: both measured, on this machine. Pure."""
 
+import threading
+
 KEPT = 0.9
 """Of all that was seen before, at each new measurement: about the last ten count."""
 
@@ -8,9 +10,10 @@ LEAST_TOKENS = 64
 
 
 class FetchRates:
-    """Fits `fixed_s + blocks × block_s` by least squares to recent fetches."""
+    """Fits `fixed_s + blocks × block_s` by least squares to recent fetches. For several threads."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._weight = self._n = self._nn = self._s = self._ns = 0.0
         # sums over fetches: 1, blocks, blocks², seconds, blocks × seconds
 
@@ -20,22 +23,26 @@ class FetchRates:
 
     def forget(self) -> None:
         """Another tier: nothing of this holds for it."""
-        self._weight = self._n = self._nn = self._s = self._ns = 0.0
+        with self._lock:
+            self._weight = self._n = self._nn = self._s = self._ns = 0.0
 
     def observe(self, blocks: int, seconds: float) -> None:
-        self._weight = self._weight * KEPT + 1
-        self._n = self._n * KEPT + blocks
-        self._nn = self._nn * KEPT + blocks * blocks
-        self._s = self._s * KEPT + seconds
-        self._ns = self._ns * KEPT + blocks * seconds
+        with self._lock:
+            self._weight = self._weight * KEPT + 1
+            self._n = self._n * KEPT + blocks
+            self._nn = self._nn * KEPT + blocks * blocks
+            self._s = self._s * KEPT + seconds
+            self._ns = self._ns * KEPT + blocks * seconds
 
     def fit(self) -> tuple[float, float]:
         """(fixed_s, block_s), neither below 0. (0, 0) while nothing is known."""
-        if not self.known:
+        with self._lock:
+            weight, n, nn, s, ns = self._weight, self._n, self._nn, self._s, self._ns
+        if not weight:
             return 0.0, 0.0
-        mean_n, mean_s = self._n / self._weight, self._s / self._weight
-        spread = self._nn / self._weight - mean_n**2
-        together = self._ns / self._weight - mean_n * mean_s
+        mean_n, mean_s = n / weight, s / weight
+        spread = nn / weight - mean_n**2
+        together = ns / weight - mean_n * mean_s
         # Fetches of one size say nothing of how the time splits: all of it then counts by block.
         block_s = together / spread if spread > 1e-6 * mean_n**2 else mean_s / mean_n
         block_s = min(max(block_s, 0.0), mean_s / mean_n)

@@ -37,6 +37,8 @@ RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 PROBE = 4
 """Blocks of the larger of the two fetches that are timed when a tier is reached."""
 
+PROBE_ROUNDS = 3
+
 NICE = 10
 """Of the thread: where cores are scarce, steps come first."""
 
@@ -183,15 +185,15 @@ class Sender:
         hashes = [sha256(f"hortator probe {size} {i}".encode()).digest() for i in range(PROBE)]
         room = memoryview(bytearray(size))
         digest = sha256(content).digest()
-        for block_hash, there in zip(hashes, client.have(hashes), strict=True):
-            if not there and not client.put(block_hash, content, digest):
-                return  # It is full, so that nobody knows what a fetch takes until there is one.
         self.rates.forget()
-        for _ in range(2):
+        for _ in range(PROBE_ROUNDS):
+            for block_hash, there in zip(hashes, client.have(hashes), strict=True):
+                if not there and not client.put(block_hash, content, digest):
+                    return  # It is full now.
             for count in (1, PROBE):
                 began = time.perf_counter()
                 got = sum(1 for _ in client.get(hashes[:count], room))
-                if got == count:
+                if got == count:  # else it was damaged there, and is put anew
                     self.rates.observe(count, time.perf_counter() - began)
 
     def _serve(self, client: TierClient, home: TierOffer) -> None:
@@ -210,6 +212,8 @@ class Sender:
                     self._idle = False
                     if told:
                         continue
+            if job is None and not self.rates.known:
+                self._probe(client)
             if job is not None:
                 self._send(client, job)
             else:
