@@ -1,6 +1,8 @@
 """What the system says of this process's memory, against memory whose size is known."""
 
 import mmap
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -67,3 +69,25 @@ def test_a_control_group_leaves_its_limit_less_what_is_used_and_cannot_be_droppe
 
 def test_a_control_group_that_cannot_be_read_limits_nothing(tmp_path):
     assert accounts.left_in(tmp_path, "memory.max", "memory.current", "inactive_file") is None
+
+
+def test_where_the_kernel_cannot_populate_pages_are_written_and_their_content_stays(monkeypatch):
+    monkeypatch.setattr("services.worker.engine.memory._POPULATE_WRITE", 9999)
+    arena = Arena(8 * MIB)
+    values = arena.take(1000, torch.float32)
+    values.copy_(torch.arange(1000))
+    arena.populate()
+    assert arena.resident_bytes == 8 * MIB
+    assert torch.equal(values, torch.arange(1000, dtype=torch.float32))
+
+
+def test_other_threads_go_on_while_memory_is_populated():
+    arena, over = Arena(256 * MIB), threading.Event()
+    thread = threading.Thread(target=lambda: (arena.populate(), over.set()))
+    begun = time.perf_counter()
+    thread.start()
+    turns = 0
+    while not over.is_set():
+        turns += 1
+    thread.join()
+    assert turns > 100, f"{turns} turns in {time.perf_counter() - begun:.3f} s"
