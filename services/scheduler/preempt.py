@@ -59,6 +59,8 @@ class LeastHarm:
     """The rule that serves."""
 
     def choose(self, candidates: Many[Candidate[Who]], blocks: int) -> list[Candidate[Who]]:
+        # Of equals the last to arrive.
+        candidates = sorted(candidates, key=lambda candidate: -candidate.order)
         useful = [candidate for candidate in candidates if candidate.frees > 0]
         if not useful:
             return [max(candidates, key=lambda c: (c.level, -harm(c), c.order))] if candidates else []

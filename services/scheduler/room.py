@@ -109,13 +109,17 @@ class Room:
             for seq, lane in instance.running.items()
         ):
             return
+        admitted = {row.slot for row in draft.admit}
         while instance.stalled:
             missing = len(instance.stalled) - on_their_way(instance)
             if missing <= 0:
                 return
             first = min(instance.running, key=lambda seq: (self._level(seq), seq.order))
-            others = [seq for seq in instance.running if seq is not first]
-            candidates = self._candidates(instance, [seq for seq in others if not seq.request.pin] or others)
+            # Whom this very frame admits cannot be taken off by it.
+            others = [seq for seq in instance.running if seq is not first and seq.slot not in admitted]
+            candidates = self._candidates(
+                instance, [seq for seq in others if not seq.request.pin] or others, missing
+            )
             victims = self.policy.choose(candidates, missing)
             if not victims:
                 return
@@ -139,11 +143,13 @@ class Room:
         they hold some are preempted, the least harmful, as few as will do, and nobody if even all of them
         would not do; what they held can be had when the frames in flight are done, so `draft.awaited`.
         """
-        below = list(self._below(instance, sequence, now))
+        admitted = {row.slot for row in draft.admit}
+        # Whom this very frame admits cannot be taken off by it.
+        below = [seq for seq in self._below(instance, sequence, now) if seq.slot not in admitted]
         if not below:
             return False
         pool = instance.pool
-        candidates = self._candidates(instance, below)
+        candidates = self._candidates(instance, below, seat.need)
         shared = seat.shared if seat.copy_from < 0 else [*seat.shared, seat.copy_from]
         # Whoever stalls and need not make way takes one each before it.
         before = sum(1 for seq in instance.stalled if seq not in below)
@@ -187,28 +193,39 @@ class Room:
     def _level(self, sequence: Sequence) -> int:
         return sequence.request.priority - int(sequence.times.get("preempted_s", 0.0) / self.aging_s)
 
-    def _candidates(self, instance: Instance, sequences: Iterable[Sequence]) -> list[Candidate[Sequence]]:
+    def _candidates(
+        self, instance: Instance, sequences: Iterable[Sequence], blocks: int
+    ) -> list[Candidate[Sequence]]:
+        """`blocks`: how many are wanted. So many of a victim's are handed out anew, and those that the others
+        grow into until one of them ends, which is about what each has before it; the rest it finds again."""
+        running = [seq for seq in sequences if instance.running[seq] is not Lane.SPENT]
+        left = [self._left(seq) for seq in running]
+        taken = blocks + round(sum(left) / max(1, len(left)) / instance.info.block_tokens)
+        fixed_s = instance.fit.cost.fixed_s
         candidates = []
-        for sequence in sequences:
-            lane = instance.running[sequence]
-            if lane is Lane.SPENT:
-                continue
-            request, written = sequence.request, len(sequence.out)
-            expected = self.reservation.expected_tokens(request.sampling.max_tokens, written)
+        for sequence, more in zip(running, left):
             frees = sum(1 for block in sequence.blocks if instance.pool.holders(block) == 1)
+            lost_s = find_loss(instance, sequence, self.fetch).back_s - fixed_s
             candidates.append(
                 Candidate(
                     who=sequence,
                     level=self._level(sequence),
                     order=sequence.order,
-                    frees=frees + (lane is Lane.STALLED),
-                    back_s=find_loss(instance, sequence, self.fetch).back_s,
-                    written=written,
-                    left=max(1, expected - written),
+                    frees=frees + (instance.running[sequence] is Lane.STALLED),
+                    back_s=fixed_s + lost_s * min(1.0, taken / max(1, frees)),
+                    written=len(sequence.out),
+                    left=more,
                     preemptions=sequence.preemptions,
                 )
             )
         return candidates
+
+    def _left(self, sequence: Sequence) -> int:
+        """Output tokens it is expected to write yet."""
+        written = len(sequence.out)
+        return max(
+            1, self.reservation.expected_tokens(sequence.request.sampling.max_tokens, written) - written
+        )
 
     def _preempt(self, instance: Instance, draft: Draft, victim: Sequence) -> None:
         """Off it goes, with what the second tier is to keep of it; nothing of it stays in the frame."""

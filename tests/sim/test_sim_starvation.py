@@ -84,3 +84,15 @@ def test_expectation_is_learnt_until_few_are_preempted_and_little_is_computed_ag
     simulated.run(requests)
     counters = simulated.core.counters
     assert counters.recomputed_tokens < 0.03 * counters.computed_tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_frames_hold_and_all_is_served_where_blocks_are_scarce_and_priorities_many(seed: int):
+    rng = random.Random(seed)
+    requests = crowd(4.0, 2.0, seed)
+    for request in requests:
+        request.priority = rng.choice((-3, -1, 0, 0, 0, 2))
+    simulated = serve(requests, rng.choice((0.5, AGING_S, 100.0)), slots=10, blocks=rng.choice((18, 24, 30)))
+    counters = simulated.core.counters
+    assert counters.preemptions > counters.preemptions_urgent > 0
+    assert not simulated.core.fleet.instances["i0"].running

@@ -67,7 +67,7 @@ def test_one_whose_blocks_others_hold_too_loses_only_its_own_and_only_that_count
     for _ in range(6):
         rig.step()
     room, instance = rig.core.planner.room, rig.core.fleet.instances["w0"]
-    first, sharing = room._candidates(instance, [seq(rig, "first"), seq(rig, "sharing")])
+    first, sharing = room._candidates(instance, [seq(rig, "first"), seq(rig, "sharing")], 100)
     assert first.frees == len(first.who.blocks) - 10
     assert sharing.frees == len(sharing.who.blocks) - 10
     alone = instance.fit.cost
