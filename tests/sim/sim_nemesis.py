@@ -64,7 +64,7 @@ def _prepare(seed: int, plan: Plan) -> Mesh:
     mesh.world.weather = rng.choice(
         (Weather(), Weather(drop=0.02), Weather(double=0.05), Weather(late=0.05), Weather(0.03, 0.03, 0.03))
     )
-    for number in range(rng.randint(4, 9)):
+    for number in range(rng.randint(4, 9) if tier is None else rng.randint(6, 14)):
         _plan_request(mesh, plan, rng, number)
     for _ in range(rng.randint(1, 4)):
         _plan_fault(mesh, plan, rng)
