@@ -9,7 +9,7 @@ from services.scheduler.desk import DeskRules
 from services.scheduler.policy import ContinuousPolicy
 from services.scheduler.preempt import LeastHarm
 from tests.bench.preemption import overdue, quantile
-from tests.bench.simulated import VOCAB, Request, SimulatedMesh, Size, StepCost
+from tests.bench.simulated import VOCAB, Request, SimulatedMesh, SimulatedTier, Size, StepCost
 
 AGING_S = 5.0
 COST = StepCost(fixed_s=0.05, per_decode_s=0.001, per_token_s=0.001)
@@ -96,3 +96,23 @@ def test_frames_hold_and_all_is_served_where_blocks_are_scarce_and_priorities_ma
     counters = simulated.core.counters
     assert counters.preemptions > counters.preemptions_urgent > 0
     assert not simulated.core.fleet.instances["i0"].running
+
+
+def test_victims_have_their_blocks_back_from_the_second_tier_and_compute_little_again():
+    recomputed = []
+    for tier in (None, SimulatedTier(1000, fixed_s=0.005, block_s=0.0005)):
+        rng = random.Random(3)
+        requests = [
+            Request([rng.randrange(2, VOCAB) for _ in range(rng.randint(50, 90))], 80, 200, number / 10)
+            for number in range(30)
+        ]
+        size = Size(slots=8, blocks=36, max_len=400, max_step_tokens=512)
+        cost = StepCost(fixed_s=0.02, per_decode_s=0.001, per_token_s=0.005)
+        simulated = SimulatedMesh(ContinuousPolicy(), ReserveNothing(), size, 1, cost, LeastHarm(), tier)
+        simulated.run(requests)
+        counters = simulated.core.counters
+        assert counters.preemptions > 10
+        assert (counters.preemptions_offload > 5) == (tier is not None)
+        assert (counters.offload_saved_tokens > 0) == (tier is not None)
+        recomputed.append(counters.recomputed_tokens / counters.preemptions)
+    assert recomputed[1] < 0.6 * recomputed[0]
