@@ -141,6 +141,7 @@ class SeqTimes(Row, frozen=True):
     prefill_s: float = 0.0
     handoff_s: float = 0.0
     transfer_s: float = 0.0
+    """While KV came from elsewhere: a fetch from the second tier, a handoff."""
     decode_s: float = 0.0
     preempted_s: float = 0.0
     recomputed_s: float = 0.0
