@@ -143,7 +143,7 @@ def make_way(mesh: Mesh, long: list[tuple[list[int], int]], urgent: list[tuple[l
 
 
 def check_restored(mesh: Mesh) -> None:
-    assert mesh.metric("scheduler", "hortator_scheduler_preemptions_offload_total") > 0
+    assert mesh.metric("scheduler", "hortator_scheduler_preemptions_total") > 0
     wait(lambda: blocks(mesh, "fetched") > 0, 5, "blocks were fetched")
     # Nothing came back wrong, and nothing is left held.
     (instance,) = mesh.status()["instances"]
@@ -167,8 +167,8 @@ def test_golden_after_preemption_and_restore_at_float32(tmp_path: Path) -> None:
     """KV for a few sequences only."""
     cases = sorted(GOLDEN, key=lambda case: len(case["golden"]))
     asked = [(case["ids"], len(case["golden"])) for case in cases]
-    tight = ("--dtype", "float32", "--kv-memory", "24MiB", "--set", "gateway.queue_timeout_s=300")
-    with Mesh.start(tmp_path, *tight) as mesh:
+    tight = ("--dtype", "float32", "--kv-memory", "24MiB", "--set", "worker.block_tokens=16")
+    with Mesh.start(tmp_path, *tight, "--set", "gateway.queue_timeout_s=300") as mesh:
         long, urgent = make_way(mesh, asked[-2:], asked[:-2] * 2)
         assert long == [case["golden"] for case in cases[-2:]]
         assert urgent == [case["golden"] for case in cases[:-2]] * 2
