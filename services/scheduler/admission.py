@@ -75,7 +75,7 @@ class ExpectedOutput:
     """
 
     LARGE = 1024
-    RAISE = 0.1
+    RAISE = 0.2
     """Added by each preemption to the share that is set aside."""
     DECAY = 1 / 32
     """Of that share, taken off by each sequence that ends."""

@@ -125,6 +125,7 @@ class Room:
                 return
             for victim in victims:
                 self._preempt(instance, draft, victim.who)
+                self.reservation.preempted()
 
     # A more urgent newcomer
 
@@ -240,7 +241,6 @@ class Room:
             victim.offloaded = None
         draft.preempted = True
         self.counters.preemptions += 1
-        self.reservation.preempted()
         draft.drop(victim)
         instance.leave(victim)
         self._requeue(victim)

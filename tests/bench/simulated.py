@@ -83,6 +83,8 @@ class Request:
     preemptions: int = 0
     waited_s: float = 0.0
     """In the queue, the time after a preemption included."""
+    fetch_s: float = 0.0
+    """Of this, while its beginning came from the second tier."""
     ahead: int = 0
     """The last frame in flight when it arrived."""
     admitted: int = 0
@@ -311,6 +313,7 @@ class SimulatedMesh:
             request.reason = end.reason
             request.preemptions = end.preemptions
             times = end.times
+            request.fetch_s = times.transfer_s
             request.waited_s = times.queue_s + times.preempted_s + times.transfer_s
             self._open -= 1
 
