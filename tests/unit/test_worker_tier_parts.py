@@ -68,10 +68,11 @@ class TestRates:
             prefill.observe(100, 0.2)
         assert prefill.token_s == pytest.approx(0.002, rel=0.01)
 
-    def test_a_tier_pays_if_a_block_is_had_sooner_than_computed(self) -> None:
-        assert pays(0.01, 16, 0.001)
-        assert not pays(0.02, 16, 0.001)
-        assert not pays(0.0, 16, 0.0), "nothing is known of computing"
+    def test_a_tier_pays_if_a_chain_of_some_length_is_had_sooner_than_computed(self) -> None:
+        assert pays(0.01, 0.01, 16, 0.001)
+        assert not pays(0.01, 0.015, 16, 0.001)
+        assert not pays(0.2, 0.0, 16, 0.001)
+        assert not pays(0.0, 0.0, 16, 0.0), "nothing is known of computing"
 
 
 class TestHomes:

@@ -5,6 +5,9 @@ import threading
 KEPT = 0.9
 """Of all that was seen before, at each new measurement: about the last ten count."""
 
+CHAIN = 8
+"""Blocks of a prefix that is worth having."""
+
 LEAST_TOKENS = 64
 """Of a prompt's chunk whose time says something about the next."""
 
@@ -61,7 +64,7 @@ class PrefillRate:
             self.token_s = self.token_s * KEPT + (1 - KEPT) * seconds / tokens
 
 
-def pays(block_s: float, block_tokens: int, token_s: float) -> bool:
-    """Whether a long chain is had sooner from the tier than by computing it; a short one is the scheduler's
-    to judge, which knows how short."""
-    return block_s < block_tokens * token_s
+def pays(fixed_s: float, block_s: float, block_tokens: int, token_s: float) -> bool:
+    """Whether a chain of `CHAIN` blocks is had sooner from the tier than by computing it. Of a shorter one the
+    scheduler judges, which knows how short."""
+    return fixed_s + CHAIN * block_s < CHAIN * block_tokens * token_s

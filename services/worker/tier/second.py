@@ -116,8 +116,8 @@ class SecondTier:
         reached = self._sender.reached
         if reached is None or tier_row(reached.instance, self.model) != home or not self._sender.rates.known:
             return False
-        _, block_s = self.rates()
-        return pays(block_s / (HYSTERESIS if so_far else 1.0), self._block_tokens, self.prefill.token_s)
+        lenience = HYSTERESIS if so_far else 1.0
+        return pays(*self.rates(), self._block_tokens, lenience * self.prefill.token_s)
 
     def report(self) -> dict[str, Any]:
         fixed_s, block_s = self.rates()
