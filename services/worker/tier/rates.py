@@ -65,6 +65,6 @@ class PrefillRate:
 
 
 def pays(fixed_s: float, block_s: float, block_tokens: int, token_s: float) -> bool:
-    """Whether a chain of `CHAIN` blocks is had sooner from the tier than by computing it. Of a shorter one the
+    """Whether a chain of `CHAIN` blocks is had sooner from the tier than by computing. Of shorter ones the
     scheduler judges, which knows how short."""
     return fixed_s + CHAIN * block_s < CHAIN * block_tokens * token_s
