@@ -19,7 +19,7 @@ SETTINGS = WorkerSettings(
     mock=True,
     tp=2,
     mock_blocks=64,
-    mock_token_s=1e-4,
+    mock_token_s=5e-4,
     block_tokens=16,
     max_slots=8,
     max_len=1024,
@@ -40,7 +40,7 @@ async def claimed(worker: Worker) -> FakeScheduler:
     scheduler = worker.scheduler()
     await scheduler.connect()
     await scheduler.claim()
-    await scheduler.hear(Beat, lambda beat: beat.info.tier == ROW)
+    await scheduler.hear(Beat, lambda beat: beat.info.tier == ROW, timeout_s=15)
     return scheduler
 
 
@@ -96,7 +96,7 @@ async def test_a_new_life_of_a_group_finds_what_the_former_left() -> None:
             scheduler = worker.scheduler(epoch=2)
             await scheduler.connect()
             await scheduler.claim()
-            await scheduler.hear(Beat, lambda beat: beat.info.tier == ROW)
+            await scheduler.hear(Beat, lambda beat: beat.info.tier == ROW, timeout_s=15)
             into = list(range(FULL))
             await scheduler.step(fetch=[Fetch(1, ROW, into, hashes)])
             assert (await fetched(scheduler, 1)).count == FULL

@@ -19,7 +19,7 @@ SETTINGS = WorkerSettings(
     model="m",
     mock=True,
     mock_blocks=64,
-    mock_token_s=1e-4,
+    mock_token_s=5e-4,
     block_tokens=16,
     max_slots=8,
     max_len=1024,
@@ -54,7 +54,7 @@ def admission(slot: int, blocks: list[int], computed: int = 0, ids: list[int] = 
 
 
 async def reached(scheduler: FakeScheduler) -> Beat:
-    return await scheduler.hear(Beat, lambda beat: beat.info.tier == ROW)
+    return await scheduler.hear(Beat, lambda beat: beat.info.tier == ROW, timeout_s=15)
 
 
 async def fetched(scheduler: FakeScheduler, op: int, timeout_s: float = 5.0) -> Fetched:
@@ -191,11 +191,11 @@ async def test_the_instance_says_when_its_tier_goes_and_when_it_comes_back(
     scheduler: FakeScheduler, tier: Tier, worker: Worker
 ) -> None:
     beat = await reached(scheduler)
-    assert 0 < beat.info.tier_fixed_s + 8 * beat.info.tier_block_s < 8 * 16 * 1e-4
+    assert 0 < beat.info.tier_fixed_s + 8 * beat.info.tier_block_s < 8 * 16 * 5e-4
     hashes = await keep(scheduler, tier)
     await tier.stop()
     scheduler.heard.clear()
-    await scheduler.hear(Beat, lambda beat: beat.info.tier == "")
+    await scheduler.hear(Beat, lambda beat: beat.info.tier == "", timeout_s=15)
     await scheduler.step(fetch=[Fetch(1, ROW, [30, 31], hashes[:2])])
     assert (await fetched(scheduler, 1)).count == 0
     scheduler.heard.clear()
