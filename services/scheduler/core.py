@@ -327,7 +327,14 @@ class Core:
     def _turn(self, event: Turn, now: float) -> None:
         if not self.leads or now < self.leadership.listening_until:
             return
-        if arrivals := self.desk.take_arrivals():
+        arrivals = self.desk.take_arrivals()
+        if self.fleet.joined:
+            # What came while nobody could fetch it has not been looked up, or long ago.
+            self.fleet.joined = False
+            new = set(arrivals)
+            first = islice(self.desk.queue, self.rules.fetch.refresh_first)
+            arrivals += [sequence for sequence in first if sequence not in new]
+        if arrivals:
             self._look_up(arrivals, now)
         effects = self._effects
         self._plan(effects, now)

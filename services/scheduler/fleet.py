@@ -60,6 +60,8 @@ class Fleet:
         """Those for which frames are planned."""
         self.choices: list[Instance] = []
         """Those among which a waiting sequence may choose."""
+        self.joined = False
+        """Whether one has become ready since whoever asks last took note."""
         self.epoch = 0
         self.owner = ""
         self._counters = counters
@@ -95,6 +97,7 @@ class Fleet:
 
     def _turn_to(self, instance: Instance, state: State) -> Effect:
         instance.state = state
+        self.joined |= state is State.READY
         self._list()
         return Note("instance", {"instance": instance.id, "state": state.value})
 

@@ -274,6 +274,23 @@ def test_a_sequence_whose_instance_is_lost_fetches_on_another():
     assert mesh.tokens("a") == [100, 101, 102, 103]
 
 
+def test_what_waited_while_its_only_instance_restarted_is_looked_up_before_it_is_computed():
+    mesh = rig()
+    mesh.submit("first", PROMPT, 4)
+    mesh.run()
+    asked = len(lookups(mesh))
+    mesh.submit("again", PROMPT, 4, turn=False)
+    mesh.core.fleet.lose(mesh.core.fleet.instances["w0"], "a test", mesh.now)
+    mesh.instances["w0"] = instance("w0", born=2)
+    mesh.turn()
+    while len(lookups(mesh)) == asked:
+        mesh.pass_time(0.1)
+        mesh.step()
+    assert len(admitted(mesh)) == 1, "the canary alone"
+    hint(mesh, FULL)
+    assert [len(fetch.hashes) for fetch in fetches(mesh)] == [FULL]
+
+
 def test_nobody_waits_for_a_fetch_of_an_instance_that_drains():
     mesh = rig(instance("w0"), instance("w1"))
     begun(mesh)
