@@ -16,6 +16,8 @@ from services.worker.memory.sizes import said
 
 _WIDTH = 116
 _KINDS_SHOWN = 4
+_UNKNOWN = ("KV", "activations", "workspace")
+"""Classes nothing can be said of where only a number of parameters is known."""
 
 
 def show(plan: Plan, command: str | None) -> None:
@@ -46,7 +48,7 @@ def _head(console: Console, plan: Plan) -> None:
         markup=False,
     )
     times = f"{plan.case.count} × " if plan.case.count > 1 else ""
-    console.print(f"on {times}{d.name} with {gb(d.memory_bytes)}", markup=False)
+    console.print(f"on {times}{d.name} with {gb(d.memory_bytes)}{' each' * bool(times)}", markup=False)
     console.print()
 
 
@@ -76,8 +78,10 @@ def _ledger(plan: Plan) -> Table:
     columns = [named(ledger) for ledger in ranks.values()]
     if layout.devices > 1:
         columns.append(named(option.total))
+    unknown = () if plan.model.known else _UNKNOWN
     for row in zip(*columns):
-        table.add_row(row[0][0], *(gb(size) for _, size in row))
+        name = row[0][0]
+        table.add_row(name, *("?" if name in unknown else gb(size) for _, size in row))
     table.add_section()
     totals = [*ranks.values(), *([option.total] if layout.devices > 1 else [])]
     table.add_row("total", *(gb(ledger.total_bytes) for ledger in totals), style="bold")

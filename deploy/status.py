@@ -136,7 +136,7 @@ def tier_line(tier: dict[str, Any]) -> str:
     return (
         f"second tier of {tier['id']}: {sum(tier['complete'].values())} blocks, "
         f"{_size(tier['memory_bytes'])} of {_size(tier['memory_budget'])} memory, {disk}"
-        f"{tier['connections']} connection(s), {tier['hits']} of {asked} blocks asked for found{wrong}, "
+        f"{tier['connections']} connection(s), fetches found {tier['hits']:,} of {asked:,} blocks{wrong}, "
         f"{_size(tier['received_bytes_per_s'])}/s in, {_size(tier['sent_bytes_per_s'])}/s out"
     )
 
@@ -144,15 +144,16 @@ def tier_line(tier: dict[str, Any]) -> str:
 def preemption_line(told: dict[str, Any]) -> str:
     """What preemptions there were and what they cost, in one line for people."""
     return (
-        f"{told['preempted']} preemptions, {told['for_urgent']} of them for urgent requests, "
-        f"{told['offloaded']} with blocks kept in the second tier: {told['recompute_tax']:.2%} of all tokens "
-        f"computed again, {told['saved_tokens']} tokens fetched instead"
+        f"preemptions for want of KV blocks: {told['preempted']}, of these {told['for_urgent']} for urgent "
+        f"requests and {told['offloaded']} with blocks kept in the second tier; recompute tax "
+        f"{told['recompute_tax']:.2%} ({told['recomputed_tokens']:,} tokens computed again), "
+        f"{told['saved_tokens']:,} tokens fetched instead"
     )
 
 
 def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
+        if count < 999.5:  # with three digits, more would be printed as a power of ten
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"
@@ -168,7 +169,7 @@ def engine(detail: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_line(instance: str, detail: dict[str, Any]) -> str:
-    """The same in one line for people."""
+    """The same in one line for people; empty while the instance tells nothing."""
     formats = f"{detail['dtype']} weights, {detail['kv_dtype']} KV" if "kv_dtype" in detail else ""
     bitwise = "deterministic" if detail.get("deterministic") == "yes" else ""
     best: dict[str, Any] = next((c for c in detail["candidates"] if c.get("chosen")), {})
@@ -176,7 +177,8 @@ def engine_line(instance: str, detail: dict[str, Any]) -> str:
     ranks = f"pids of its ranks {detail['ranks']}" if "ranks" in detail else ""
     told = detail.get("split", ""), detail.get("links", "")
     parts = (detail.get("choice") or detail.get("executor", ""), speed, formats, bitwise, ranks, *told)
-    return f"{instance}: {'; '.join(part for part in parts if part)}"
+    text = "; ".join(part for part in parts if part)
+    return f"{instance}: {text}" if text else ""
 
 
 def group_lines(instance: str, group: dict[str, Any]) -> list[str]:
@@ -245,8 +247,8 @@ def print_for_people(report: dict[str, Any], console: Any) -> None:
             table.add_row(*first, free, cached, prefill, decode)
         console.print(table)
     for row in report["instances"]:
-        if row["engine"]:
-            line(engine_line(row["id"], row["engine"]))
+        if row["engine"] and (text := engine_line(row["id"], row["engine"])):
+            line(text)
         for text in group_lines(row["id"], row.get("group") or {}):
             line(text)
         for text in memory_lines(row["id"], row.get("memory") or {}):

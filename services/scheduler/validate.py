@@ -94,7 +94,8 @@ def misfit(prompt_len: int, max_tokens: int, info: InstanceInfo) -> str:
         )
     room = info.blocks_total * info.block_tokens
     if tokens > room:
-        return f"prompt and max_tokens are {tokens} tokens; KV memory holds {room}: lower max_tokens"
+        way = "lower max_tokens" if prompt_len < room else "shorten the prompt"
+        return f"prompt and max_tokens are {tokens} tokens; KV memory here holds {room}: {way}"
     return ""
 
 

@@ -49,7 +49,7 @@ class Fit:
         )
         raise CannotStart(
             f"{self._who()} would take {whole.arithmetic()}, but only {size(self.room.bytes)} are "
-            f"{self.room.origin}: {advice}, or free memory"
+            f"{self.room.origin}: {advice}, or {self.room.relief}"
         )
 
     def most(self, spare: float) -> int:
@@ -63,8 +63,8 @@ class Fit:
             return found
         raise CannotStart(
             f"kv_memory=auto: {self._who()} would take {self.others.arithmetic()} without KV, of "
-            f"{size(self.room.bytes)} that are {self.room.origin}; nothing is left for KV. Free memory, "
-            "or take a smaller --dtype or model"
+            f"{size(self.room.bytes)} that are {self.room.origin}; nothing is left for KV: "
+            f"{self.room.relief}, or take a smaller --dtype or model"
         )
 
     def _who(self) -> str:
@@ -90,11 +90,11 @@ def fitted(
     config = None if settings.mock or settings.device.startswith("cuda") else _config(settings)
     if config is None:
         if asked == AUTO:
-            raise SettingsError("kv_memory=auto needs a model to be computed; name a size")
+            raise SettingsError("kv_memory=auto needs a model that is computed, not a mock: name a size")
         return settings
     found = room()
     if memory is not None and memory < found.bytes:
-        found = Room(memory, "what HORTATOR_MEMORY allows")
+        found = Room(memory, "what HORTATOR_MEMORY allows", relief="raise it (--set worker.memory=…)")
     fit = fit_of(settings, config, plan_shards(config, settings.tp), runtime_bytes(), found)
     if asked == AUTO:
         return replace(settings, kv_memory=str(fit.auto()))

@@ -39,7 +39,7 @@ def test_for_programs_the_table_of_candidates_is_a_table():
 def test_a_mock_or_a_worker_of_another_version_is_shown_with_what_it_tells():
     assert engine_line("w1", engine({"executor": "mock"})) == "w1: mock"
     assert engine({"candidates": "{"})["candidates"] == []
-    assert engine_line("w2", engine({"candidates": "3"})) == "w2: "
+    assert engine_line("w2", engine({"candidates": "3"})) == ""
 
 
 def _for_people(report):
@@ -114,11 +114,12 @@ def test_a_second_tier_is_told_in_one_line():
     }
     assert tier_line(tier) == (
         "second tier of kvstore: 1234 blocks, 400 MiB of 512 MiB memory, 2 connection(s), "
-        "90 of 100 blocks asked for found, 3 MiB/s in, 0 B/s out"
+        "fetches found 90 of 100 blocks, 3 MiB/s in, 0 B/s out"
     )
     spilled = tier | {"disk_bytes": 3 << 29, "disk_budget": 2 << 40, "corrupt": 1}
     assert "1.5 GiB of 2 TiB disk" in tier_line(spilled)
-    assert "found, 1 corrupt," in tier_line(spilled)
+    assert "0.987 MiB/s out" in tier_line(tier | {"sent_bytes_per_s": 1011 << 10})
+    assert "blocks, 1 corrupt," in tier_line(spilled)
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed", "ready"])

@@ -37,7 +37,7 @@ def test_the_more_bytes_a_token_has_the_smaller_are_the_blocks(token, times):
 def test_what_is_asked_for_is_taken_and_its_cost_shown_all_the_same():
     choice = choose_block_tokens(23040, 128, 8192, asked=24)
     assert (choice.chosen.block_tokens, choice.asked) == (24, True)
-    assert "24 tokens, 552960 bytes as asked" in choice.describe()
+    assert "24 tokens, 552,960 bytes as asked" in choice.describe()
 
 
 def test_the_line_for_people_names_both_costs_and_the_length_of_tables():

@@ -63,6 +63,14 @@ def test_weights_at_16_bit_take_two_bytes_each(params: str, weights: int) -> Non
     assert plan["recommendation"]["needs_devices"] == (None if params == "10B" else 2)
 
 
+def test_a_number_of_parameters_alone_says_nothing_of_kv_and_does_not_claim_that_a_device_is_enough() -> None:
+    done = hortator_plan("--params", "10B", "--device", "L40S")
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
+    assert (rows["KV"], rows["activations"]) == (["?"], ["?"])
+    assert "whether KV fits beside them is not known" in done.stdout
+    assert "fits, as far as it is known" in done.stdout
+
+
 @pytest.mark.parametrize(("reserved", "kv"), [("0", 125_829_120_000), ("8192", 503_316_480_000)])
 def test_kv_without_grouped_heads_is_known(reserved: str, kv: int) -> None:
     shape = ("--layers", "60", "--hidden", "8000", "--concurrency", "32", "--context", "2048")

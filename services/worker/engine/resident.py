@@ -95,6 +95,8 @@ class Room:
     bytes: int
     origin: str
     """Who says so, for people."""
+    relief: str = "free memory"
+    """What would make it more, for people."""
 
 
 def room_here() -> Room:

@@ -66,7 +66,7 @@ class BlockChoice:
         """One line for people, with both costs."""
         c = self.chosen
         return (
-            f"{c.block_tokens} tokens, {c.block_bytes} bytes{' as asked' * self.asked}: {c.lost_share:.1%} "
+            f"{c.block_tokens} tokens, {c.block_bytes:,} bytes{' as asked' * self.asked}: {c.lost_share:.1%} "
             f"of a sequence's KV lost at block ends, {c.work_share:.1%} more work for each block; tables of "
             f"up to {c.table_entries} entries"
         )

@@ -116,15 +116,21 @@ class Plan:
         if self.block is not None:
             lines += self._kv_lines()
             lines.append(f"blocks: {self.block.describe()}")
+            lines.append(
+                f"activations {gb(total.activation_bytes)}: a step of {demand.step_tokens:,} tokens, and "
+                f"logits of {layout.sequences(demand.concurrency):,} sequences"
+            )
+        else:
+            lines.append("KV and activations are unknown, and left out: give --layers, --hidden and --heads")
         ranks = f"{layout.devices} × " if layout.devices > 1 else ""
         lines += [
-            f"activations {gb(total.activation_bytes)}: a step of {demand.step_tokens:,} tokens, and logits "
-            f"of {layout.sequences(demand.concurrency):,} sequences",
             f"runtime {ranks}{gb(self.device.runtime_bytes)}; workspace {gb(total.workspace_bytes)}; staging "
             f"{gb(total.staging_bytes)}",
             _sum(total),
             f"fullest rank {gb(self.planned.fullest.total_bytes)} of {gb(self.device.memory_bytes)} = "
-            f"{self.planned.used:.1%}: {self.planned.verdict}",
+            f"{self.planned.used:.1%}: {self.planned.verdict}"
+            + ", as far as it is known"
+            * (self.block is None),
         ]
         return lines
 

@@ -85,6 +85,8 @@ def _sentence(chosen: Option, device: Device, count: int) -> str:
         return f"{layout.tp} ranks on this machine (--tp {layout.tp}), as asked for."
     if layout.devices == 1:
         one = _devices(1, device)
+        if chosen.max_concurrency is None:
+            return f"{one[0].upper()}{one[1:]} holds the weights; whether KV fits beside them is not known."
         return f"{one[0].upper()}{one[1:]} is enough: do not distribute."
     instances = f"{layout.replicas} instances of " if layout.replicas > 1 else ""
     ranks = f"{layout.tp} ranks (--tp {layout.tp})" if layout.tp > 1 else "one device each (--tp 1)"
