@@ -95,14 +95,20 @@ def check_formats(options: UpOptions) -> None:
                 raise BadOption(f"--{flag} bfloat16 is computed on CUDA devices only: take float16, as small")
 
 
-def check_tier(options: UpOptions) -> None:
-    """Raise `BadOption` for a second tier that cannot be."""
+def check_tier(options: UpOptions, room: int) -> None:
+    """Raise `BadOption` for a second tier that cannot be where `room` bytes of memory are left."""
     sizes = {}
     for flag, value in (("--tier-memory", options.tier_memory), ("--tier-disk", options.tier_disk)):
         try:
             sizes[flag] = parse_size(flag, value)
         except SettingsError as error:
             raise BadOption(str(error)) from None
+    if sizes["--tier-memory"] > room:
+        # Taken as blocks come, it would be the kernel that ends something, hours later.
+        raise BadOption(
+            f"--tier-memory {options.tier_memory} is more than the {room / (1 << 30):.1f} GiB available "
+            "on this machine: lower it; --tier-disk may hold the rest"
+        )
     if sizes["--tier-disk"] and not sizes["--tier-memory"]:
         raise BadOption(
             f"--tier-disk {options.tier_disk} needs memory that blocks pass through: "

@@ -132,11 +132,14 @@ def tier_line(tier: dict[str, Any]) -> str:
         f"{_size(tier['disk_bytes'])} of {_size(tier['disk_budget'])} disk, " if tier["disk_budget"] else ""
     )
     asked = tier["hits"] + tier["misses"]
+    users = f"{tier['connections']} connection(s)"
+    if not tier["connections"]:
+        users = "no worker connected (the log of one that is ready says why)"
     wrong = f", {tier['corrupt']} corrupt" if tier["corrupt"] else ""
     return (
         f"second tier of {tier['id']}: {sum(tier['complete'].values())} blocks, "
         f"{_size(tier['memory_bytes'])} of {_size(tier['memory_budget'])} memory, {disk}"
-        f"{tier['connections']} connection(s), fetches found {tier['hits']:,} of {asked:,} blocks{wrong}, "
+        f"{users}, fetches found {tier['hits']:,} of {asked:,} blocks{wrong}, "
         f"{_size(tier['received_bytes_per_s'])}/s in, {_size(tier['sent_bytes_per_s'])}/s out"
     )
 

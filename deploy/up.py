@@ -27,6 +27,7 @@ from deploy.processes import end, identify
 from deploy.rundir import RunDir, RunDirError, tail
 from deploy.servers import MissingServer, find_nats, find_redis, free_port, port_taken
 from deploy.supervisor import ChildSpec, StartFailed, Supervisor
+from services.worker.engine.resident import room_here
 from services.worker.fit import AUTO
 from services.worker.settings import parse_bytes
 from shared.model.errors import ModelError
@@ -76,7 +77,7 @@ def _check(options: UpOptions) -> None:
             parse_bytes(options.kv_memory)
     except SettingsError as error:
         raise BadOption(f"--kv-memory: {error}") from None
-    check_tier(options)
+    check_tier(options, room_here().bytes)
     check_settings(options.set)
     if options.node_rank:
         return

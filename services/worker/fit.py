@@ -94,7 +94,7 @@ def fitted(
         return settings
     found = room()
     if memory is not None and memory < found.bytes:
-        found = Room(memory, "what HORTATOR_MEMORY allows", relief="raise it (--set worker.memory=…)")
+        found = Room(memory, "what HORTATOR_MEMORY allows", relief="allow more (--set worker.memory=…)")
     fit = fit_of(settings, config, plan_shards(config, settings.tp), runtime_bytes(), found)
     if asked == AUTO:
         return replace(settings, kv_memory=str(fit.auto()))

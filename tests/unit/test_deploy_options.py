@@ -196,10 +196,15 @@ def test_an_instance_is_told_its_cores_and_how_to_compute(tmp_path):
     assert "HORTATOR_THREADS" not in env
 
 
+def test_a_second_tier_larger_than_what_memory_is_left_is_refused(tmp_path):
+    with pytest.raises(BadOption, match=r"2GiB is more than the 1\.0 GiB available"):
+        check_tier(UpOptions(run_dir=tmp_path, tier_memory="2GiB"), room=1 << 30)
+
+
 def test_a_mesh_has_a_second_tier_unless_it_is_told_otherwise(tmp_path):
     def kvstore_of(**told):
         options = UpOptions(run_dir=tmp_path, **told)
-        check_tier(options)
+        check_tier(options, room=1 << 30)
         env = next(s for s in _specs(tmp_path, options)[1] if s.service == "kvstore").env
         seen = {name: value for name, value in env.items() if name.startswith("HORTATOR_TIER")}
         return tier_options(load(KvstoreSettings, seen))

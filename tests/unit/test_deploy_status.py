@@ -118,6 +118,7 @@ def test_a_second_tier_is_told_in_one_line():
     )
     spilled = tier | {"disk_bytes": 3 << 29, "disk_budget": 2 << 40, "corrupt": 1}
     assert "1.5 GiB of 2 TiB disk" in tier_line(spilled)
+    assert "no worker connected" in tier_line(tier | {"connections": 0})
     assert "0.987 MiB/s out" in tier_line(tier | {"sent_bytes_per_s": 1011 << 10})
     assert "blocks, 1 corrupt," in tier_line(spilled)
 
