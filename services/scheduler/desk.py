@@ -280,6 +280,8 @@ class Desk:
         if not request.open:
             client.requests.pop(request.request_id, None)
             client.answered[request.request_id] = (Answer(request.request_id, "accepted"), now)
+            # Else prompts would stay in memory until the collector comes for the cycle, which is seldom.
+            request.sequences.clear()
 
     def finish(self, sequence: Sequence, reason: FinishReason, message: str, now: float) -> None:
         """It ended by itself: also a lesson on how long outputs are."""

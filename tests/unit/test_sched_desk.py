@@ -1,11 +1,14 @@
 """Requests, limits, deadlines and leases, as clients meet them."""
 
+import gc
+
 import msgspec
 import pytest
 from sched_rig import FakeInstance, Rig
 
 from services.scheduler.core import Rules
 from services.scheduler.desk import DeskRules
+from services.scheduler.sequences import Request
 from services.scheduler.validate import malformed
 from shared.wire import Ack, Cancel, Sampling, SlotLogprobs, Submit, SubmitSeq
 
@@ -366,3 +369,23 @@ def test_without_any_instance_requests_wait_a_while_and_are_then_refused_until_o
     rig.submit("again", 4, 5)
     rig.run()
     assert rig.tokens("again") == [100, 101, 102, 103, 104]
+
+
+def test_prompts_of_ended_requests_leave_memory_without_the_garbage_collector():
+    """It comes seldom, and a prompt may be a megabyte."""
+    rig = Rig().ready()
+    rig.submit("first", 40, 6, n=2)
+    rig.run()
+    gc.collect()
+    gc.disable()
+    try:
+        for name in ("a", "b", "c"):
+            rig.submit(name, 40, 6, n=2)
+        rig.step()
+        rig.handle(Cancel(client="c", request_id="b"))
+        rig.run()
+        rig.frames.clear()
+        kept = [each.request_id for each in gc.get_objects() if type(each) is Request]
+    finally:
+        gc.enable()
+    assert not set(kept) & {"a", "b", "c"}
