@@ -81,11 +81,23 @@ def test_when_the_staging_memory_is_full_contents_are_dropped_but_the_urgent_tak
 def test_nothing_is_sent_or_saved_twice() -> None:
     box = outbox()
     box.offer(0, A)
-    assert taken(box) == [A]
     box.offer(0, A)
+    assert taken(box) == [A]
     box.urge(0, A)
     assert not save(box, 0, A)
     assert taken(box) == []
+
+
+def test_a_block_that_had_to_be_computed_again_goes_there_again_if_the_tier_has_lost_it() -> None:
+    box = outbox()
+    for block, block_hash in ((0, A), (1, B)):
+        box.offer(block, block_hash)
+    assert taken(box) == [A, B]
+    for block, block_hash in ((2, A), (3, B)):
+        box.offer(block, block_hash)
+    assert box.ask(2) == [A, B]
+    box.learn([B])
+    assert taken(box) == [A]
 
 
 def test_blocks_that_the_tier_has_already_are_not_sent() -> None:

@@ -82,7 +82,11 @@ class Outbox:
 
     def offer(self, block: int, block_hash: bytes) -> None:
         """The block was confirmed under this hash."""
-        if self.wanted and not self._has(block_hash):
+        if not self.wanted:
+            return
+        # It had to be computed again: the tier may have lost it meanwhile, and is asked.
+        self._known.pop(block_hash, None)
+        if not self._has(block_hash):
             self._offered[block_hash] = block
 
     def urge(self, block: int, block_hash: bytes) -> None:
