@@ -179,7 +179,9 @@ def engine_line(instance: str, detail: dict[str, Any]) -> str:
     speed = f"decode {best['decode_ms']} ms, prefill {best['prefill_tok_s']:.0f} tok/s" if best else ""
     ranks = f"pids of its ranks {detail['ranks']}" if "ranks" in detail else ""
     told = detail.get("split", ""), detail.get("links", "")
-    parts = (detail.get("choice") or detail.get("executor", ""), speed, formats, bitwise, ranks, *told)
+    why = detail.get("kernels_reason", "")
+    slow = f"no native kernels: {why}" if why and detail.get("device", "cpu") == "cpu" else ""
+    parts = (detail.get("choice") or detail.get("executor", ""), slow, speed, formats, bitwise, ranks, *told)
     text = "; ".join(part for part in parts if part)
     return f"{instance}: {text}" if text else ""
 

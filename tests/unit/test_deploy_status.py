@@ -38,6 +38,10 @@ def test_for_programs_the_table_of_candidates_is_a_table():
 
 def test_a_mock_or_a_worker_of_another_version_is_shown_with_what_it_tells():
     assert engine_line("w1", engine({"executor": "mock"})) == "w1: mock"
+    slow = engine({"choice": "torch, 1 thread: the only candidate", "kernels_reason": "no compiler"})
+    assert (
+        engine_line("w1", slow) == "w1: torch, 1 thread: the only candidate; no native kernels: no compiler"
+    )
     assert engine({"candidates": "{"})["candidates"] == []
     assert engine_line("w2", engine({"candidates": "3"})) == ""
 
