@@ -165,7 +165,7 @@ def worker_settings(options: UpOptions, places: Places, cores: Sequence[int], de
         "mock": "1" if options.mock else "",
         "max_slots": str(options.max_slots or ""),
     }
-    if options.kv_memory == AUTO:
+    if options.kv_memory == AUTO or options.instances > 1:
         # They start at once, and each would find the whole machine free.
         left = room_here().bytes - parse_size("--tier-memory", options.tier_memory)
         settings["memory"] = str(max(0, left) // options.instances)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy import credentials as users
+from deploy import mesh
 from deploy.mesh import Places, share_cores, stages
 from deploy.options import (
     BadOption,
@@ -28,6 +29,7 @@ from deploy.setup_torch import cuda_packages
 from deploy.supervisor import told_error
 from deploy.tap import decode
 from services.kvstore.settings import KvstoreSettings, tier_options
+from services.worker.engine.resident import Room
 from shared.runtime.settings import load
 from shared.wire import TierOffer, encode
 
@@ -401,3 +403,11 @@ def test_tap_shows_frames_of_any_content():
     assert decode(b'{"name": "x"}') == {"name": "x"}
     assert decode(b"\xc1\xff text") == "\ufffd\ufffd text"
     assert decode(b"") == ""
+
+
+@pytest.mark.parametrize("kv_memory", ["auto", "4GiB"])
+def test_instances_that_start_at_once_have_to_fit_the_machine_together(tmp_path, monkeypatch, kv_memory):
+    monkeypatch.setattr(mesh, "room_here", lambda: Room(13 << 30, "available on this machine"))
+    options = UpOptions(run_dir=tmp_path, instances=3, kv_memory=kv_memory, tier_memory="1GiB")
+    _, specs = _specs(tmp_path, options)
+    assert [s.env["HORTATOR_MEMORY"] for s in specs if s.service == "worker"] == [str(4 << 30)] * 3
