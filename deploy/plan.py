@@ -69,13 +69,14 @@ def plan(
     tp: Annotated[int, typer.Option(min=0, max=1024, help="Ranks of an instance; 0: compare.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=0, max=4096, help="Of a KV block; 0: by cost.")] = 0,
     gap_ms: Annotated[
-        float, typer.Option(min=0.001, help="A step may take so long; 250: as the scheduler is set up.")
+        float,
+        typer.Option(min=0.001, max=1e9, help="A step may take so long; 250: as the scheduler is set up."),
     ] = 250.0,
     link_gb_s: Annotated[
-        float, typer.Option(min=0, help="Between devices, each way; 0: as the device's.")
+        float, typer.Option(min=0, max=1e9, help="Between devices, each way; 0: as the device's.")
     ] = 0.0,
     link_us: Annotated[
-        float, typer.Option(min=0, help="A message's latency there; 0: as the device's.")
+        float, typer.Option(min=0, max=1e9, help="A message's latency there; 0: as the device's.")
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     picture: Annotated[

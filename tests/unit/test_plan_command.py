@@ -244,3 +244,11 @@ def test_what_cannot_be_planned_is_answered_with_what_and_what_next(args: list[s
     assert done.stderr.startswith("hortator plan: ")
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--gap-ms", "--link-gb-s", "--link-us"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e300"])
+def test_rates_without_end_are_refused_as_no_program_could_read_their_plan(option, value):
+    refused = here("--params", "7B", option, value, "--json")
+    assert refused.exit_code == 2
+    assert option in refused.output
