@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
 from shared.tier import frames
-from shared.tier.frames import BadTierFrame, Hello
+from shared.tier.frames import NO_LINK, BadTierFrame, Hello, Link
 from shared.wire import TierOffer
 
 
@@ -47,12 +47,13 @@ class TierClient:
                 there += frames.read_have(self._receive(len(some), deadline))
         return there
 
-    def put(self, block_hash: bytes, data: memoryview, digest: bytes) -> bool:
+    def put(self, block_hash: bytes, data: memoryview, digest: bytes, link: Link = NO_LINK) -> bool:
         """Store a block; `digest` is the SHA-256 of `data`. Whether it is there now. Raises `TierDown`."""
         if data.nbytes != self.block_bytes:
             raise ValueError(f"a block of {data.nbytes} bytes where {self.block_bytes} are announced")
         with self._asking() as deadline:
-            self._send(deadline, frames.put_request(block_hash, digest, self.block_bytes), data.cast("B"))
+            head = frames.put_request(block_hash, digest, self.block_bytes, link)
+            self._send(deadline, head, data.cast("B"))
             return frames.read_put(self._receive(1, deadline)).kept
 
     def get(self, hashes: Sequence[bytes], into: memoryview) -> Iterator[tuple[int, memoryview]]:

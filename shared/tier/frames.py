@@ -16,6 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 MAGIC = b"hortier1"
 NONCE_BYTES = 32
@@ -40,6 +41,7 @@ _WELCOME = struct.Struct("<BH")
 _REQUEST = struct.Struct("<BxHxxxxQ")
 _LEASE = struct.Struct(f"<{LEASE_BYTES}sI")
 _COUNT = struct.Struct("<I")
+_LINK = struct.Struct(f"<{HASH_BYTES}sI")
 _BLOCK = struct.Struct(f"<B{DIGEST_BYTES}s")
 
 HELLO_BYTES = _HELLO.size
@@ -47,7 +49,20 @@ WELCOME_BYTES = _WELCOME.size
 REQUEST_BYTES = _REQUEST.size
 COUNT_BYTES = _COUNT.size
 BLOCK_BYTES = _BLOCK.size
-PUT_HEAD_BYTES = HASH_BYTES + DIGEST_BYTES
+PUT_HEAD_BYTES = HASH_BYTES + DIGEST_BYTES + _LINK.size
+
+
+class Link(NamedTuple):
+    """Where in its chain a block is: what keeps a tier from losing the beginning of a chain first."""
+
+    parent: bytes = bytes(HASH_BYTES)
+    """Hash of the block before it; of the first, the root of its hashes."""
+    depth: int = 0
+    """Blocks before it."""
+
+
+NO_LINK = Link()
+"""Nothing is known."""
 
 
 class BadTierFrame(ValueError):
@@ -90,7 +105,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked header. `body_bytes` follow it; of a `PUT` only its hash and digest, before the block."""
+    """A checked header. `body_bytes` follow it; of a `PUT` only what comes before the block."""
 
     op: Op
     count: int
@@ -191,12 +206,18 @@ def get_request(hashes: Sequence[bytes]) -> bytes:
     return _with_hashes(Op.GET, hashes)
 
 
-def put_request(block_hash: bytes, digest: bytes, block_bytes: int) -> bytes:
+def put_request(block_hash: bytes, digest: bytes, block_bytes: int, link: Link = NO_LINK) -> bytes:
     """Followed by the block's bytes."""
-    _check_hashes([block_hash])
+    _check_hashes([block_hash, link.parent])
     if len(digest) != DIGEST_BYTES:
         raise ValueError(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
-    return _REQUEST.pack(Op.PUT, 1, PUT_HEAD_BYTES + block_bytes) + block_hash + digest
+    return _REQUEST.pack(Op.PUT, 1, PUT_HEAD_BYTES + block_bytes) + block_hash + digest + _LINK.pack(*link)
+
+
+def read_put_head(body: bytes) -> tuple[bytes, bytes, Link]:
+    """Hash, digest, and where in its chain the block is."""
+    start = HASH_BYTES + DIGEST_BYTES
+    return body[:HASH_BYTES], body[HASH_BYTES:start], Link(*_LINK.unpack_from(body, start))
 
 
 def pin_request(lease: bytes, lease_s: float, hashes: Sequence[bytes]) -> bytes:

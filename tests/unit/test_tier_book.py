@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.kvstore.tier.arena import Arena, Block, cost
-from services.kvstore.tier.book import Book, Entry, Key, Place, Space, Spill
+from services.kvstore.tier.book import Book, Entry, Key, Place, Space, Spill, record_bytes
 from services.kvstore.tier.rates import Rate
-from services.kvstore.tier.segments import record_bytes
 from shared.ids import BlockHash
 
 SIZE = 1024
@@ -33,7 +32,7 @@ def held(book: Book) -> list[int]:
 
 def spill(book: Book, entry: Entry, segment: int) -> None:
     book.written(record_bytes(entry.size), segment)
-    book.spilled(entry, Place(segment, 0))
+    book.spilled(entry, Place(segment, book.counts.spilled))
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -300,6 +299,9 @@ class BookMachine(RuleBasedStateMachine):
         if entry is None:
             return
         self.segment += fresh
+        if (hole := self.book.hole(entry)) is not None:
+            self.book.spilled(entry, hole)
+            return
         while not self.book.disk_fits(record_bytes(entry.size)):
             if self.book.end_oldest(self.segment) is None:
                 return

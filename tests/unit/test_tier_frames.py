@@ -28,8 +28,10 @@ def test_requests_are_read_as_they_were_written(hashes: list[bytes], size: int) 
     assert frames.read_pin(body) == (b"l" * 16, 1.5, hashes)
     request, body = split(frames.release_request(b"l" * 16), size)
     assert (request.op, request.body_bytes, body) == (Op.RELEASE, 16, b"l" * 16)
-    request, body = split(frames.put_request(b"h" * 32, b"d" * 32, size), size)
-    assert (request.op, request.body_bytes, body) == (Op.PUT, 64, b"h" * 32 + b"d" * 32)
+    link = frames.Link(b"p" * 32, size)
+    request, body = split(frames.put_request(b"h" * 32, b"d" * 32, size, link), size)
+    assert (request.op, request.body_bytes) == (Op.PUT, len(body))
+    assert frames.read_put_head(body) == (b"h" * 32, b"d" * 32, link)
 
 
 @given(st.binary(min_size=frames.REQUEST_BYTES, max_size=frames.REQUEST_BYTES), SIZES)
@@ -38,7 +40,7 @@ def test_no_header_makes_the_tier_read_more_than_a_request_may_have(raw: bytes, 
         request = frames.read_request(raw, size)
     except BadTierFrame:
         return
-    assert request.body_bytes <= frames.MAX_HASHES * 32 + 64
+    assert request.body_bytes <= frames.MAX_HASHES * 32 + 100
 
 
 @given(st.sampled_from(list(Op)), st.integers(0, 65535), st.integers(0, 2**64 - 1), SIZES)
@@ -46,7 +48,7 @@ def test_a_length_that_does_not_fit_its_count_is_refused(op: Op, count: int, len
     fitting = {
         Op.HAVE: 32 * count,
         Op.GET: 32 * count,
-        Op.PUT: 64 + size,
+        Op.PUT: 100 + size,
         Op.PIN: 20 + 32 * count,
         Op.RELEASE: 16,
     }[op]

@@ -16,8 +16,8 @@ import pytest
 from services.kvstore.tier import segments as disk
 from services.kvstore.tier import store as shell
 from services.kvstore.tier.arena import cost
-from services.kvstore.tier.book import Key, Place, Space
-from services.kvstore.tier.segments import DiskFault, Found, Segments, record_bytes
+from services.kvstore.tier.book import Key, Place, Record, Space, record_bytes
+from services.kvstore.tier.segments import DiskFault, Found, Segments
 from services.kvstore.tier.store import Receive, TierStore
 from shared.ids import BlockHash
 from shared.runtime.settings import CannotStart
@@ -179,7 +179,7 @@ def test_a_damaged_header_never_makes_a_block_pass_for_another(tmp_path: Path, b
     list(segments.scan())
     key = Key(Space("m", 1, 4), BlockHash(block_hash(1)))
     data = content(1)
-    segments.append(key, SIZE, sha256(data).digest(), memoryview(data))
+    segments.append(Record(key, SIZE, sha256(data).digest()), memoryview(data))
     segments.close()
     (file,) = segment_files(tmp_path)
     for bit in range(8):
@@ -294,7 +294,7 @@ async def test_the_latest_record_of_a_block_counts(tmp_path: Path) -> None:
     key = Key(SPACE, BlockHash(block_hash(1)))
     list(one.scan())
     for data in (content(8), content(9)):
-        one.append(key, SIZE, sha256(data).digest(), memoryview(data))
+        one.append(Record(key, SIZE, sha256(data).digest()), memoryview(data))
     one.close()
     async with opened(tmp_path) as store:
         assert await get(store, 1) == content(9)
@@ -309,18 +309,18 @@ def test_segments_give_back_what_was_appended_after_any_crash(tmp_path: Path) ->
         key = Key(Space("modèle", n % 3, 3), BlockHash(block_hash(n)))
         size = 100 + 777 * n % 3000
         written[key] = content(n, size)
-        segments.append(key, size, sha256(written[key]).digest(), memoryview(written[key]))
+        segments.append(Record(key, size, sha256(written[key]).digest()), memoryview(written[key]))
     segments.close()
     again = Segments(tmp_path, 32 * RECORD)
     for found in again.scan():
         if isinstance(found, Found):
-            room = memoryview(bytearray(found.size))
+            room = memoryview(bytearray(found.record.size))
             assert again.read(found.place, room)
-            assert bytes(room) == written.pop(found.key)
+            assert bytes(room) == written.pop(found.record.key)
     assert written == {}
     again._folder = tmp_path / "gone"
     with pytest.raises(DiskFault):
-        again.append(Key(SPACE, BlockHash(block_hash(1))), 1, b"d" * 32, memoryview(b"x"))
+        again.append(Record(Key(SPACE, BlockHash(block_hash(1))), 1, b"d" * 32), memoryview(b"x"))
     again.close()
 
 

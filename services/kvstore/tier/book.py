@@ -10,9 +10,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.kvstore.tier.arena import Arena, Block, cost
+from services.kvstore.tier.order import NOT_USED, Order, Rank
 from shared.ids import BlockHash
+from shared.tier.frames import NO_LINK, Link
 
 MAX_LEASES = 10_000
+STRETCHES = 16
+"""A new stretch of time begins when as many uses have come as a 16th of the blocks that are here."""
+HEADER_BYTES = 512
+"""Of a record on disk, before the block's bytes."""
 PINNED_SHARE = 0.5
 """Of the budget of memory and disk together: leases alone must not freeze the tier."""
 
@@ -38,11 +44,28 @@ class Place(NamedTuple):
     """Of the block's bytes."""
 
 
+class Record(NamedTuple):
+    """What a block's header on disk says of it."""
+
+    key: Key
+    size: int
+    digest: bytes
+    link: Link = NO_LINK
+    stretch: int = 0
+    """Of time, in which it was used last before it was written."""
+
+
+def record_bytes(size: int) -> int:
+    return HEADER_BYTES + size
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     key: Key
     size: int
     digest: bytes
+    link: Link = NO_LINK
+    rank: Rank = NOT_USED
     block: Block | None = None
     """In memory there."""
     place: Place | None = None
@@ -56,6 +79,15 @@ class Entry:
     def cost(self) -> int:
         """Bytes of the memory's budget while it is there."""
         return cost(self.size)
+
+    @property
+    def before(self) -> Key:
+        """Of its chain."""
+        return Key(self.key.space, BlockHash(self.link.parent))
+
+    @property
+    def record(self) -> Record:
+        return Record(self.key, self.size, self.digest, self.link, self.rank.stretch)
 
 
 @dataclass
@@ -102,11 +134,17 @@ class Book:
         self.changes: list[tuple[str, BlockHash, bool]] = []
         """(model, hash, came or went), in order, since somebody last took them: of blocks with all parts."""
         self._entries: dict[Key, Entry] = {}
-        self._memory: OrderedDict[Entry, None] = OrderedDict()
-        # least recently used first
-        self._unspilled: OrderedDict[Entry, None] = OrderedDict()
-        # those of them that are not on disk, about in the same order
+        self._memory: Order[Entry] = Order()
+        self._unspilled: Order[Entry] = Order()
+        # those of them that are not on disk
         self._unspilled_bytes = 0
+        self._on_disk: Order[Entry] = Order()
+        self.writing: Entry | None = None
+        """On its way to disk."""
+        self._holes: dict[int, list[Place]] = {}
+        # size → where on disk one of that size was that is gone
+        self._stretch = 1
+        self._uses = self._uses_of_stretch = 0
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
         # oldest first
         self._leases: dict[bytes, tuple[float, list[Entry]]] = {}
@@ -142,26 +180,47 @@ class Book:
         return len(self._leases)
 
     def used(self, entries: Sequence[Entry]) -> None:
-        """They were asked for. The first of a chain is worth most: without it the others are of no use."""
+        """They were asked for, in the order of their chain: without its first the others are of no use."""
+        self._uses_of_stretch += 1
+        if self._uses_of_stretch * STRETCHES > len(self._entries):
+            self._stretch, self._uses_of_stretch = self._stretch + 1, 0
         for entry in reversed(entries):
-            if entry.block is not None:
-                self._memory.move_to_end(entry)
-                if entry in self._unspilled:
-                    self._unspilled.move_to_end(entry)
+            self._renew(entry, self._stretch)
+
+    def _renew(self, entry: Entry, stretch: int) -> None:
+        """It was used then, and with it what comes before it in its chain."""
+        each: Entry | None = entry
+        while each is not None and each.rank.stretch < stretch:
+            self._uses += 1
+            each.rank = Rank(stretch, -each.link.depth, self._uses)
+            for place in (self._memory, self._unspilled, self._on_disk):
+                if each in place:
+                    place.put(each)
+            each = self._entries.get(each.before)
 
     # --- coming -------------------------------------------------------------------------------------------
 
-    def room(self, size: int, *, waiting: bool) -> Block | Spill | None:
+    def room(self, size: int, *, waiting: bool, before: Key | None = None) -> Block | Spill | None:
         """Memory for a block, others leaving for it; None: nothing may leave. While `waiting`, one that
-        is not on disk yet is named instead of lost."""
+        is not on disk yet is named instead of lost. For one that comes behind `before` in its chain, nothing
+        is lost that is worth more than it: not that block, and if it is not here, none but such ones."""
         while (block := self.arena.take(size)) is None:
             leaving = self._leaving(size)
             if not leaving:
                 return None
-            if waiting and self.spills:
-                for entry in leaving:
-                    if entry.place is None:
-                        return Spill(entry)
+            unspilled = [entry for entry in leaving if entry.place is None]
+            spilling = waiting and self.spills
+            spill = next((entry for entry in unspilled if spilling and self._worth_disk(entry)), None)
+            if spilling and unspilled and spill is None and self.writing is not None:
+                # The end of the same chain may be on its way to disk, and no more than that.
+                return Spill(self.writing)
+            lost = unspilled if spill is None else self._lost_to(spill)
+            if before is not None and lost:
+                stays = before not in self._entries and any(entry.rank.stretch for entry in lost)
+                if stays or any(entry.key == before for entry in lost):
+                    return None
+            if spill is not None:
+                return Spill(spill)
             for entry in leaving:
                 self._leave_memory(entry)
         return block
@@ -170,23 +229,27 @@ class Book:
         """The least recently used block, or with one of another size its whole slab."""
         held: list[Entry] = []
         found: list[Entry] = []
-        for entry in self._memory:
+
+        def may(entry: Entry) -> bool:
             assert entry.block is not None
             if not self._may_leave(entry):
                 if entry.pins:
                     held.append(entry)
-                continue
+                return False
             if entry.block.slab.size == size:
-                found = [entry]
-                break
+                found.append(entry)
+                return True
             owners = [block.owner for block in entry.block.slab.blocks]
             slab = [each for each in owners if isinstance(each, Entry) and self._may_leave(each)]
-            if len(slab) == len(owners):
-                found = slab
-                break
+            if len(slab) < len(owners):
+                return False
+            found.extend(slab)
+            return True
+
+        self._memory.first(may)
         # A lease is a use: who is held by one does not stand in the way of the next search.
         for entry in held:
-            self._memory.move_to_end(entry)
+            self._renew(entry, self._stretch)
         return found
 
     @staticmethod
@@ -194,9 +257,14 @@ class Book:
         """Memory, that is; a pinned block may if the disk has it."""
         return not entry.readers and (entry.place is not None or not entry.pins)
 
-    def add(self, key: Key, digest: bytes, block: Block) -> Entry:
+    def add(self, key: Key, digest: bytes, block: Block, link: Link = NO_LINK) -> Entry:
         """Its bytes have arrived in `block`, and are right."""
-        entry = Entry(key, block.slab.size, digest)
+        entry = Entry(key, block.slab.size, digest, link)
+        if link.depth and entry.before not in self._entries:
+            self._uses += 1
+            entry.rank = Rank(0, -link.depth, self._uses)
+        else:
+            self.used([entry])
         self._enter(entry)
         self.brought(entry, block)
         self.counts.stored += 1
@@ -205,9 +273,9 @@ class Book:
     def brought(self, entry: Entry, block: Block) -> None:
         """It is in memory, too."""
         entry.block, block.owner = block, entry
-        self._memory[entry] = None
+        self._memory.put(entry)
         if entry.place is None:
-            self._unspilled[entry] = None
+            self._unspilled.put(entry)
             self._unspilled_bytes += entry.cost
 
     def _enter(self, entry: Entry) -> None:
@@ -225,11 +293,11 @@ class Book:
         assert entry.block is not None
         self.arena.give(entry.block)
         entry.block = None
-        del self._memory[entry]
+        self._memory.discard(entry)
         self._spilled_or_gone(entry)
         if entry.place is None:
             self.counts.evicted += 1
-            self.counts.dropped += self.spills
+            self.counts.dropped += self.spills and self._worth_disk(entry)
             self._gone(entry)
 
     def drop(self, entry: Entry) -> None:
@@ -266,16 +334,14 @@ class Book:
         if entry.block is not None:
             self.arena.give(entry.block)
             entry.block = None
-            del self._memory[entry]
+            self._memory.discard(entry)
             self._spilled_or_gone(entry)
         if entry.place is not None:
-            if (segment := self._segments.get(entry.place.segment)) is not None:
-                segment.entries.discard(entry)
-            entry.place = None
+            self._take_up(entry)
 
     def _spilled_or_gone(self, entry: Entry) -> None:
         if entry in self._unspilled:
-            del self._unspilled[entry]
+            self._unspilled.discard(entry)
             self._unspilled_bytes -= entry.cost
 
     # --- the disk -----------------------------------------------------------------------------------------
@@ -284,10 +350,57 @@ class Book:
         """What should go to disk so that `headroom` bytes of memory can be had without losing anything."""
         if self.arena.budget - self._unspilled_bytes >= headroom:
             return None
-        return next((entry for entry in self._unspilled if not entry.readers), None)
+        entry = self._unspilled.first(lambda entry: not entry.readers)
+        return entry if entry is not None and self._worth_disk(entry) else None
 
     def unspilled_latest_first(self) -> list[Entry]:
-        return [entry for entry in reversed(self._memory) if entry.place is None]
+        return sorted(self._unspilled, key=lambda entry: entry.rank, reverse=True)
+
+    def hole(self, entry: Entry) -> Place | None:
+        """Where on disk it may take the place of one that is gone, or that leaves for it as it ranks lower;
+        None: it has to be appended."""
+        if not self._holes.get(entry.size) and not self.disk_fits(record_bytes(entry.size)):
+            lowest = self._on_disk.first(self._may_leave_disk)
+            if lowest is not None and lowest.size == entry.size and lowest.rank < entry.rank:
+                self._leave_disk(lowest)
+        holes = self._holes.get(entry.size)
+        return holes.pop() if holes else None
+
+    def _worth_disk(self, entry: Entry) -> bool:
+        """Whether the disk has room for it, or something there that ranks lower."""
+        if self._holes.get(entry.size) or self.disk_fits(record_bytes(entry.size)):
+            return True
+        lowest = self._on_disk.first(self._may_leave_disk)
+        return lowest is not None and lowest.rank < entry.rank
+
+    def _lost_to(self, entry: Entry) -> list[Entry]:
+        """What leaves the tier when this goes to disk."""
+        if self._holes.get(entry.size) or self.disk_fits(record_bytes(entry.size)):
+            return []
+        lowest = self._on_disk.first(self._may_leave_disk)
+        return [lowest] if lowest is not None and lowest.block is None else []
+
+    @staticmethod
+    def _may_leave_disk(entry: Entry) -> bool:
+        return not entry.readers and (entry.block is not None or not entry.pins)
+
+    def _leave_disk(self, entry: Entry) -> None:
+        self._take_up(entry)
+        if entry.block is not None:
+            self._unspilled.put(entry)
+            self._unspilled_bytes += entry.cost
+        else:
+            self.counts.evicted += 1
+            self._gone(entry)
+
+    def _take_up(self, entry: Entry) -> None:
+        """It is not on disk any more, and another may be written there."""
+        assert entry.place is not None
+        if (segment := self._segments.get(entry.place.segment)) is not None:
+            segment.entries.discard(entry)
+            self._holes.setdefault(entry.size, []).append(entry.place)
+        self._on_disk.discard(entry)
+        entry.place = None
 
     def disk_fits(self, record_bytes: int) -> bool:
         return self.disk_used + record_bytes <= self.disk_bytes
@@ -308,24 +421,36 @@ class Book:
     def spilled(self, entry: Entry, place: Place) -> None:
         """It is on disk, too."""
         if self._entries.get(entry.key) is not entry:
+            self._holes.setdefault(entry.size, []).append(place)
             return
         self._put_down(entry, place)
         self.counts.spilled += 1
 
-    def recovered(self, key: Key, digest: bytes, size: int, place: Place) -> None:
+    def recovered(self, record: Record, place: Place) -> None:
         """A record of a former life. The latest of several counts."""
-        entry = self._entries.get(key)
+        entry = self._entries.get(record.key)
         if entry is None:
-            entry = Entry(key, size, digest)
+            entry = Entry(record.key, record.size, record.digest)
             self._enter(entry)
         elif entry.place is not None:
-            self._segments[entry.place.segment].entries.discard(entry)
-        entry.size, entry.digest = size, digest
+            self._take_up(entry)
+        entry.size, entry.digest, entry.link = record.size, record.digest, record.link
+        self._uses += 1
+        entry.rank = Rank(record.stretch, -record.link.depth, self._uses)
+        self._stretch = max(self._stretch, record.stretch)
         self._put_down(entry, place)
+
+    def settle(self) -> None:
+        """All records are recovered. A block may have been used after it was written, and its record does not
+        say so, but the records of those behind it do."""
+        for entry in sorted(self._entries.values(), key=lambda entry: entry.rank, reverse=True):
+            if (before := self._entries.get(entry.before)) is not None:
+                self._renew(before, entry.rank.stretch)
 
     def _put_down(self, entry: Entry, place: Place) -> None:
         entry.place = place
         self._segments[place.segment].entries.add(entry)
+        self._on_disk.put(entry)
         self._spilled_or_gone(entry)
 
     def _may_end(self, segment: int) -> bool:
@@ -336,14 +461,10 @@ class Book:
     def _end(self, number: int) -> None:
         segment = self._segments.pop(number)
         self.disk_used -= segment.bytes
+        for size, holes in self._holes.items():
+            self._holes[size] = [place for place in holes if place.segment != number]
         for entry in segment.entries:
-            entry.place = None
-            if entry.block is not None:
-                self._unspilled[entry] = None
-                self._unspilled_bytes += entry.cost
-            else:
-                self.counts.evicted += 1
-                self._gone(entry)
+            self._leave_disk(entry)
 
     # --- leases -------------------------------------------------------------------------------------------
 
@@ -394,6 +515,14 @@ class Book:
         assert in_memory == {entry for entry in self._memory if self._entries.get(entry.key) is entry}
         assert all(entry.readers for entry in self._memory if entry not in entries)
         assert set(self._unspilled) == {entry for entry in self._memory if entry.place is None}
+        on_disk = {entry for segment in self._segments.values() for entry in segment.entries}
+        assert set(self._on_disk) == on_disk
+        holes = [hole for each in self._holes.values() for hole in each]
+        places = [entry.place for entry in on_disk] + holes
+        assert len(places) == len(set(places))
+        for entry in entries:
+            before = self._entries.get(entry.before)
+            assert before is None or before.link.depth >= entry.link.depth or before.rank > entry.rank
         assert self._unspilled_bytes == sum(entry.cost for entry in self._unspilled)
         assert all(entry.block is not None or entry.place is not None for entry in entries)
         assert self.disk_used == sum(segment.bytes for segment in self._segments.values()) <= self.disk_bytes

@@ -1,4 +1,4 @@
-"""Blocks on disk: records appended to segment files, checksummed, of which whole files are dropped.
+"""Blocks on disk: checksummed records, appended to segment files or written over others of the same size.
 
 A record is a header of 512 bytes, with a checksum of its own, and the block's bytes, whose digest is in the
 header. A crash in the middle leaves a torn record at the end of one file: its header or its length shows it.
@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from services.kvstore.tier.book import Key, Place, Space
+from services.kvstore.tier.book import HEADER_BYTES, Key, Place, Record, Space, record_bytes
 from shared.ids import BlockHash
 from shared.runtime.settings import PREFIX, CannotStart
-from shared.tier.frames import MAX_BLOCK_BYTES, MAX_MODEL_BYTES
+from shared.tier.frames import MAX_BLOCK_BYTES, MAX_MODEL_BYTES, Link
 
-HEADER_BYTES = 512
 SEGMENT_BYTES = 256 << 20
 SEGMENTS_LEAST = 16
 """The oldest segment leaves as a whole: this part of the budget at most."""
 
 _MAGIC = b"hortseg1"
-_FIELDS = struct.Struct(f"<8sHHHxxQ32s32s{MAX_MODEL_BYTES}s")
+_FIELDS = struct.Struct(f"<8sHHHxxQ32s32s{MAX_MODEL_BYTES}s32sIQ")
 _CHECK_BYTES = 32
 
 
@@ -38,15 +37,8 @@ class DiskFault(OSError):
 class Found:
     """A record of a former life, by its header; its bytes are verified when they are read."""
 
-    key: Key
-    size: int
-    digest: bytes
+    record: Record
     place: Place
-    record_bytes: int
-
-
-def record_bytes(size: int) -> int:
-    return HEADER_BYTES + size
 
 
 class Segments:
@@ -89,26 +81,40 @@ class Segments:
             yield number
             yield from found
 
-    def append(self, key: Key, size: int, digest: bytes, data: memoryview) -> Place:
+    def append(self, record: Record, data: memoryview) -> Place:
         """Write a record; `current` is its segment then. Nothing remains of one that failed."""
         start = 0
         try:
-            if self.next_segment(size) is None:
+            if self.next_segment(record.size) is None:
                 self._begin()
             start = self._end
-            parts = [memoryview(_header(key, size, digest)), data]
-            while parts:
-                written = os.pwritev(self._fd, parts, self._end)
-                self._end += written
-                while parts and written >= len(parts[0]):
-                    written -= len(parts.pop(0))
-                if parts:
-                    parts[0] = parts[0][written:]
+            _write(self._fd, [memoryview(_header(record)), data], start)
+            self._end += record_bytes(record.size)
         except OSError as error:
             self._abandon(start)
             raise DiskFault(f"cannot write to {self._folder}: {error.strerror}") from None
         assert self.current is not None
         return Place(self.current, start + HEADER_BYTES)
+
+    def replace(self, place: Place, record: Record, data: memoryview) -> Place:
+        """Write a record over another of the same size. Of one that failed, or was torn, a header may remain
+        whose bytes have another digest."""
+        try:
+            fd = os.open(self._file(place.segment), os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                if os.fstat(fd).st_size < place.offset + record.size:
+                    # Writing would leave a gap, at which the next life would cut the file off.
+                    raise DiskFault(f"{self._file(place.segment)} is shorter than it was")
+                # The bytes first: whatever is read between the two has a digest that does not fit.
+                _write(fd, [data], place.offset)
+                _write(fd, [memoryview(_header(record))], place.offset - HEADER_BYTES)
+            finally:
+                os.close(fd)
+        except DiskFault:
+            raise
+        except OSError as error:
+            raise DiskFault(f"cannot write to {self._file(place.segment)}: {error.strerror}") from None
+        return place
 
     def next_segment(self, size: int) -> int | None:
         """Into which segment `append` would write a block of that size; None: a fresh one."""
@@ -175,13 +181,12 @@ class Segments:
                 start = 0
                 while start < length:
                     read = _read_header(os.pread(file.fileno(), HEADER_BYTES, start))
-                    if read is None or start + record_bytes(read[1]) > length:
+                    if read is None or start + record_bytes(read.size) > length:
                         # It would count against the budget of nobody.
                         file.truncate(start)
                         return
-                    key, size, digest = read
-                    yield Found(key, size, digest, Place(number, start + HEADER_BYTES), record_bytes(size))
-                    start += record_bytes(size)
+                    yield Found(read, Place(number, start + HEADER_BYTES))
+                    start += record_bytes(read.size)
         except OSError:
             return
 
@@ -189,21 +194,31 @@ class Segments:
         return self._folder / f"{number:08}.segment"
 
 
-def _header(key: Key, size: int, digest: bytes) -> bytes:
-    space, block_hash = key
+def _write(fd: int, parts: list[memoryview], at: int) -> None:
+    while parts:
+        written = os.pwritev(fd, parts, at)
+        at += written
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][written:]
+
+
+def _header(record: Record) -> bytes:
+    space, block_hash = record.key
     fields = _FIELDS.pack(
-        _MAGIC, space.part, space.parts, len(space.model.encode()), size, block_hash, digest,
-        space.model.encode(),
+        _MAGIC, space.part, space.parts, len(space.model.encode()), record.size, block_hash, record.digest,
+        space.model.encode(), record.link.parent, record.link.depth, record.stretch,
     )  # fmt: skip
     body = fields.ljust(HEADER_BYTES - _CHECK_BYTES, b"\0")
     return body + sha256(body).digest()
 
 
-def _read_header(raw: bytes) -> tuple[Key, int, bytes] | None:
+def _read_header(raw: bytes) -> Record | None:
     if len(raw) != HEADER_BYTES or sha256(raw[:-_CHECK_BYTES]).digest() != raw[-_CHECK_BYTES:]:
         return None
-    magic, part, parts, length, size, block_hash, digest, model = _FIELDS.unpack_from(raw)
+    magic, part, parts, length, size, block_hash, digest, model, *link, stretch = _FIELDS.unpack_from(raw)
     if magic != _MAGIC or not 0 < size <= MAX_BLOCK_BYTES or not part < parts:
         return None
     key = Key(Space(model[:length].decode(errors="replace"), part, parts), BlockHash(block_hash))
-    return key, size, digest
+    return Record(key, size, digest, Link(*link), stretch)

@@ -152,7 +152,7 @@ class TierServer:
             case Op.HAVE:
                 await peer.send(frames.have_answer(store.have(space, frames.split_hashes(body))))
             case Op.PUT:
-                block_hash, digest = body[: frames.HASH_BYTES], body[frames.HASH_BYTES :]
+                block_hash, digest, link = frames.read_put_head(body)
 
                 async def receive(room: memoryview | None) -> None:
                     if room is None:
@@ -160,7 +160,7 @@ class TierServer:
                     else:
                         await peer.receive_into(room, MOVE_S)
 
-                ended = await store.put(space, block_hash, digest, said.block_bytes, receive)
+                ended = await store.put(space, block_hash, digest, said.block_bytes, receive, link)
                 await peer.send(frames.put_answer(ended))
             case Op.GET:
                 await self._send_blocks(peer, said, space, frames.split_hashes(body))

@@ -17,10 +17,10 @@ from typing import TypeVar
 import structlog
 
 from services.kvstore.tier.arena import Block
-from services.kvstore.tier.book import Book, Entry, Key, Space, Spill
-from services.kvstore.tier.segments import DiskFault, Found, Segments, record_bytes
+from services.kvstore.tier.book import Book, Entry, Key, Space, Spill, record_bytes
+from services.kvstore.tier.segments import DiskFault, Found, Segments
 from shared.ids import BlockHash
-from shared.tier.frames import Put
+from shared.tier.frames import NO_LINK, Link, Put
 
 T = TypeVar("T")
 
@@ -79,10 +79,11 @@ class TierStore:
         number = 0
         for each in await self._in(self._writing, lambda: list(segments.scan())):
             if isinstance(each, Found):
-                self.book.written(each.record_bytes, number)
-                self.book.recovered(each.key, each.digest, each.size, each.place)
+                self.book.written(record_bytes(each.record.size), number)
+                self.book.recovered(each.record, each.place)
             else:
                 number = each
+        self.book.settle()
         await self._disk_room(0)
         if number:
             log.info(
@@ -116,8 +117,17 @@ class TierStore:
         self.book.used([entry for entry in found if entry is not None])
         return [entry is not None for entry in found]
 
-    async def put(self, space: Space, block_hash: bytes, digest: bytes, size: int, receive: Receive) -> Put:
-        """`receive` is awaited in any case, once. `FULL` also where the same block is just arriving."""
+    async def put(
+        self,
+        space: Space,
+        block_hash: bytes,
+        digest: bytes,
+        size: int,
+        receive: Receive,
+        link: Link = NO_LINK,
+    ) -> Put:
+        """`receive` is awaited in any case, once. `FULL` also where the same block is just arriving, and for
+        the end of a chain that has no room for its end."""
         key = Key(space, BlockHash(block_hash))
         counts = self.book.counts
         entry = self.book.find(key)
@@ -134,7 +144,9 @@ class TierStore:
         self._arriving.add(key)
         block: Block | None = None
         try:
-            block = await self._room(size)
+            before = Key(space, BlockHash(link.parent)) if link.depth else None
+            followed = before is not None and self.book.find(before) is not None
+            block = await self._room(size, before)
             if block is None:
                 counts.refused += 1
                 await receive(None)
@@ -144,7 +156,11 @@ class TierStore:
             if await self._digest(block.view) != digest:
                 counts.wrong += 1
                 return Put.WRONG
-            self.book.add(key, digest, block)
+            if before is not None and followed and self.book.find(before) is None:
+                # It left meanwhile, because everything else was worth more.
+                counts.refused += 1
+                return Put.FULL
+            self.book.add(key, digest, block, link)
             block = None
             self._tell()
             return Put.STORED
@@ -173,6 +189,8 @@ class TierStore:
     async def _found(self, key: Key) -> Entry | None:
         entry = self.book.find(key)
         if entry is not None and entry.block is None:
+            # Before others leave for it: they might be what comes before it.
+            self.book.used([entry])
             if key not in self._loading:
                 self.book.read_begins(entry)  # until it is loaded, its segment stays
                 # A task of its own: one who gives up must not leave a thread that fills memory given back.
@@ -233,13 +251,14 @@ class TierStore:
 
     # --- making room --------------------------------------------------------------------------------------
 
-    async def _room(self, size: int) -> Block | None:
-        """Memory for a block. The disk is waited for a while, so that what leaves is not lost."""
+    async def _room(self, size: int, before: Key | None = None) -> Block | None:
+        """Memory for a block, see `Book.room`. The disk is waited for a while, so that what leaves is not
+        lost."""
         patient_until = self._clock() + PATIENCE_S
         self.book.expire(self._clock())
         while True:
             left_s = patient_until - self._clock()
-            room = self.book.room(size, waiting=self._can_spill and left_s > 0)
+            room = self.book.room(size, waiting=self._can_spill and left_s > 0, before=before)
             if not isinstance(room, Spill):
                 self._tell()
                 return room
@@ -274,22 +293,28 @@ class TierStore:
         assert self._segments is not None
         assert entry.block is not None
         segments, view, total = self._segments, entry.block.view, record_bytes(entry.size)
-        if not await self._disk_room(total):
+        record = entry.record
+        hole = self.book.hole(entry)
+        if hole is None and not await self._disk_room(total):
             log.warning("the second tier's disk has no room that may be freed", wanted=total, rest_s=REST_S)
             return False
         self.book.read_begins(entry)
+        self.book.writing = entry
         try:
             place = await self._in(
-                self._writing, lambda: segments.append(entry.key, entry.size, entry.digest, view)
+                self._writing,
+                lambda: segments.replace(hole, record, view) if hole else segments.append(record, view),
             )
         except DiskFault as error:
             log.warning("the second tier's disk fails", error=str(error), rest_s=REST_S)
             return False
         else:
-            self.book.written(total, place.segment)
+            if hole is None:
+                self.book.written(total, place.segment)
             self.book.spilled(entry, place)
             return True
         finally:
+            self.book.writing = None
             self.book.read_ends(entry)
             self._tell()
 
