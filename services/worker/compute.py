@@ -139,6 +139,8 @@ class Compute:
         self.check = 0
         """Checksum of all that was drawn so far: the same on all ranks."""
         self._tuned: GroupedExecutor | None = executor if isinstance(executor, GroupedExecutor) else None
+        if tier is not None:
+            tier.knows(batch.hashes.link)
         self._overlapping: OverlappingExecutor | None = None
         if isinstance(executor, OverlappingExecutor) and executor.info.overlaps:
             self._overlapping = executor
@@ -181,7 +183,7 @@ class Compute:
             if self.tier is not None:
                 self.tier.broken()
             return BrokenSession(frame.incarnation, fault)
-        if self.tier is not None and (work.evicted or work.offload or work.fetch):
+        if self.tier is not None and (work.evicted or work.offload or work.fetch or work.reused):
             self.tier.apply(work, frame.incarnation)
         pending: Pending = NOTHING
         if len(work.slots) or work.copies:

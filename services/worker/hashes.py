@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shared.ids import BlockHash
 from shared.kv_events import PAGE
+from shared.tier.frames import NO_LINK, Link
 from shared.wire import Stored
 
 
@@ -19,6 +20,7 @@ class BlockHashes:
 
     def __init__(self, blocks_total: int) -> None:
         self._of_block: list[BlockHash | None] = [None] * blocks_total
+        self._links = [NO_LINK] * blocks_total
         self._hashed: NDArray[np.bool_] = np.zeros(blocks_total, np.bool_)
         self._copies: dict[BlockHash, int] = {}
         self._before: dict[BlockHash, bool] = {}
@@ -35,8 +37,17 @@ class BlockHashes:
     def of(self, block: int) -> BlockHash | None:
         return self._of_block[block]
 
-    def store(self, block: int, block_hash: BlockHash) -> None:
+    def link(self, block: int) -> Link:
+        """Where in its chain the block is or was, until it is confirmed anew."""
+        return self._links[block]
+
+    def place(self, block: int, link: Link) -> None:
+        """Where in its chain a hashed block is, for one that was stored without."""
+        self._links[block] = link
+
+    def store(self, block: int, block_hash: BlockHash, link: Link = NO_LINK) -> None:
         """The block's content is confirmed and shareable under this hash."""
+        self._links[block] = link
         if self._of_block[block] is not None:
             self.forget(block)
         self._touch(block_hash)

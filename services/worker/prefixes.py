@@ -9,6 +9,7 @@ from services.worker.step import I32
 from services.worker.tables import Rows
 from shared.blocks import extend_packed, root_hash
 from shared.ids import BlockHash
+from shared.tier.frames import Link
 from shared.wire import Admit, Stored
 
 NEVER = np.iinfo(np.int32).max
@@ -38,6 +39,7 @@ class Prefixes:
                 self._roots[admit.salt] = root
         parent, size = root, self._size
         for index, block in enumerate(admit.blocks[:cached]):
+            link = Link(parent, index)
             parent = extend_packed(parent, ids[index * size : (index + 1) * size].tobytes())
             if self._hashes.of(block) != parent:
                 raise FrameFault(
@@ -46,6 +48,7 @@ class Prefixes:
                     allowed="the block of this prefix",
                     slot=admit.slot,
                 )
+            self._hashes.place(block, link)
         return parent
 
     def begin(self, slot: int, cached: int, parent: BlockHash) -> None:
@@ -73,8 +76,9 @@ class Prefixes:
             parent = self._parent[slot]
             packed = tokens[slot, first * size : last * size].tobytes()
             for index, block in enumerate(tables[slot, first:last].tolist()):
+                link = Link(parent, first + index)
                 parent = extend_packed(parent, packed[index * width : (index + 1) * width])
-                store(block, parent)
+                store(block, parent, link)
                 stored.append(Stored(block, parent))
             self._parent[slot] = parent
         return stored

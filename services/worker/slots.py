@@ -53,6 +53,8 @@ class AppliedStep(StepInput):
     """Hashed blocks that are to be kept in the second tier; some may be among the `evicted`."""
     fetch: list[Fetch] = field(default_factory=list)
     """Fetches that begin with it. Each ends by `Batch.fetched`, or with the session."""
+    reused: list[list[tuple[int, BlockHash]]] = field(default_factory=list)
+    """Of each sequence that it admits, the cached blocks with which it begins."""
     rejected: list[Stopped] = field(default_factory=list)
 
 
@@ -214,6 +216,7 @@ class Batch:
         given: list[int] = []
         evicted: list[tuple[int, BlockHash]] = []
         rejected: list[Stopped] = []
+        reused: list[list[tuple[int, BlockHash]]] = []
         for slot in frame.release:
             self._check_live(slot)
             self._free(slot)
@@ -221,7 +224,8 @@ class Batch:
         for fetch in frame.fetch:
             self._give_up(self._fetches.begin(fetch), evicted)
         for admit in frame.admit:
-            self._admit(admit, evicted, rejected)
+            if cached := self._admit(admit, evicted, rejected):
+                reused.append(self.hashes.held(admit.blocks[:cached]))
         for extend in frame.blocks:
             self._extend(extend, given)
         if given:
@@ -264,6 +268,7 @@ class Batch:
             evicted=evicted,
             offload=offload,
             fetch=frame.fetch,
+            reused=reused,
             rejected=rejected,
         )
 
@@ -291,7 +296,8 @@ class Batch:
             evicted += held
             self.hashes.forget_each([block for block, _ in held])
 
-    def _admit(self, admit: Admit, evicted: list[tuple[int, BlockHash]], rejected: list[Stopped]) -> None:
+    def _admit(self, admit: Admit, evicted: list[tuple[int, BlockHash]], rejected: list[Stopped]) -> int:
+        """How many cached blocks it begins with."""
         slot, shape = admit.slot, self.shape
         self._check_slot(slot)
         if self.arrays.sampling[slot] is not None:
@@ -322,7 +328,7 @@ class Batch:
             self._idle += 1
             rejected.append(Stopped(slot, "error", str(fault)))
             self._give_up(blocks[cached:], evicted)
-            return
+            return 0
         parent = self._prefixes.check(admit, ids, cached)
 
         arrays = self.arrays
@@ -338,6 +344,7 @@ class Batch:
         # A later admission of the frame may name one of them as cached: it must not find the old content.
         self._give_up(blocks[cached:], evicted)
         self._tables.hand_out(slot, blocks[cached:])
+        return cached
 
     def _extend(self, extend: Extend, given: list[int]) -> None:
         """Append blocks; their former content is given up by the scheduler, and so by us.

@@ -23,6 +23,7 @@ from services.worker.step import ExecutorInfo, SlotArrays, StepInput, StepOutput
 from services.worker.tier.arrivals import Arrival, Arrivals
 from services.worker.tier.outbox import Job, Outbox
 from shared.blocks import chain, root_hash
+from shared.tier.frames import Link
 from shared.wire import Admit, Fetch, KvOp, Step, Stored
 
 PLACES = 3
@@ -50,7 +51,12 @@ class InlineTier:
 
     # What the engine says.
 
+    def knows(self, link: Callable[[int], Link]) -> None:
+        self.outbox.link = link
+
     def apply(self, work: AppliedStep, session: int) -> None:
+        for each in work.reused:
+            self.outbox.renew(each, self.rng.random() * 100)
         for block, block_hash in work.offload:
             self.outbox.urge(block, block_hash)
         for block, block_hash in work.evicted:

@@ -16,6 +16,7 @@ from services.worker.tier.staging import Staging
 from shared.ids import BlockHash
 from shared.subjects import tier_row
 from shared.tier.client import TierClient, TierDown
+from shared.tier.frames import NO_LINK, Link
 from shared.wire import Fetch, TierOffer
 
 SIZE = 32
@@ -47,6 +48,7 @@ class FakeTier(TierClient):
     """Holds what it is given; `before(what)` is called first and may wait, change things, or raise."""
 
     blocks: dict[bytes, bytes] = field(default_factory=dict)
+    links: dict[bytes, Link] = field(default_factory=dict)
     before: Callable[[str], None] = lambda what: None
     closed: int = 0
     block_bytes = SIZE  # type: ignore[assignment]
@@ -55,8 +57,9 @@ class FakeTier(TierClient):
         self.before("have")
         return [each in self.blocks for each in hashes]
 
-    def put(self, block_hash: bytes, data: memoryview, digest: bytes) -> bool:
+    def put(self, block_hash: bytes, data: memoryview, digest: bytes, link: Link = NO_LINK) -> bool:
         self.before("put")
+        self.links[block_hash] = link
         arrived = bytes(data)
         if sha256(arrived).digest() != digest:
             return False
@@ -219,6 +222,30 @@ def test_a_block_handed_out_while_it_is_being_sent_gets_there_from_what_was_save
     sending_.wait(lambda: block_hash in sending_.tier.blocks)
     assert sending_.tier.right()
     assert sending_.sender.report()["saved"] == 1
+    sending_.sender.close()
+
+
+def test_what_a_tier_has_dropped_since_gets_there_again_when_a_sequence_begins_with_it() -> None:
+    sending_ = Sending(FakeTier())
+    sending_.use()
+    assert sending_.reached.wait(5)
+    links = [Link(bytes(32), depth) for depth in range(10)]
+    sending_.sender.knows(lambda block: links[block])
+    chain = [(block, BlockHash(sending_.confirm(block, f"block {block}"))) for block in range(4)]
+    sending_.wait(lambda: sending_.sender.report()["sent"] == 4)
+    dropped = chain[2:]
+    for _, block_hash in dropped:
+        assert sending_.tier.links[block_hash].depth in (2, 3)
+        del sending_.tier.blocks[block_hash]
+    sending_.sender.renew([chain])
+    sending_.wait(lambda: sending_.sender.report()["sent"] == 6)
+    assert sending_.sender.report()["there"] == 2
+    assert all(block_hash in sending_.tier.blocks for _, block_hash in chain)
+    # Not so soon again.
+    del sending_.tier.blocks[dropped[0][1]]
+    sending_.sender.renew([chain])
+    assert sending_.sender.report()["waiting"] == 0
+    assert sending_.tier.right()
     sending_.sender.close()
 
 

@@ -6,8 +6,16 @@ that waits is named, not copied; the moment it is handed out anew it waits no mo
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from shared.tier.frames import NO_LINK, Link
+
+RENEW_S = 5.0
+"""About one chain the tier is asked no more often."""
+
+CHAINS_KEPT = 1024
+"""Chains of which it is known when the tier was asked."""
 
 
 @dataclass(eq=False)
@@ -20,6 +28,8 @@ class Job:
     """In the staging memory; -1: the block itself holds it, as long as it is not `torn`."""
     torn: bool = False
     """The block was handed out anew after the job was taken: what was read may be anything."""
+    link: Link = NO_LINK
+    """Where in its chain it is."""
     stale: bool = False
     """The tier it was taken for is not the tier any more."""
 
@@ -57,6 +67,12 @@ class Outbox:
         self.counts = OutboxCounts()
         self.wanted = False
         """Whether anything is to go there at all; else what comes is forgotten."""
+        self.link: Callable[[int], Link] = lambda block: NO_LINK
+        """Where in its chain a hashed block is."""
+        self._links: OrderedDict[bytes, Link] = OrderedDict()
+        # of those that wait, and others
+        self._renewed: OrderedDict[bytes, float] = OrderedDict()
+        # last hash of a chain → when it was renewed
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._remembered = remembered
         self._urged: dict[bytes, int] = {}
@@ -88,6 +104,19 @@ class Outbox:
         self._known.pop(block_hash, None)
         if not self._has(block_hash):
             self._offered[block_hash] = block
+            self._note(block, block_hash)
+
+    def renew(self, chain: Sequence[tuple[int, bytes]], now: float) -> None:
+        """A sequence begins with these blocks: the tier is asked whether it has them, which keeps them there
+        longer, and gets what it has lost since."""
+        if not chain or now < self._renewed.get(chain[-1][1], now - RENEW_S) + RENEW_S:
+            return
+        self._renewed[chain[-1][1]] = now
+        self._renewed.move_to_end(chain[-1][1])
+        if len(self._renewed) > CHAINS_KEPT:
+            self._renewed.popitem(last=False)
+        for block, block_hash in chain:
+            self.offer(block, block_hash)
 
     def urge(self, block: int, block_hash: bytes) -> None:
         """As `offer`, ahead of everything else."""
@@ -98,6 +127,7 @@ class Outbox:
             return
         self._withdraw(block_hash)
         self._urged[block_hash] = block
+        self._note(block, block_hash)
 
     def give_up(self, block: int, block_hash: bytes) -> Saving | None:
         """The block is about to be overwritten. None: its content need not be saved, or there is no room."""
@@ -111,6 +141,7 @@ class Outbox:
         if not self._free and not (urged and self._drop_saved()):
             self.counts.dropped += 1
             return None
+        self._note(block, block_hash)
         return Saving(block, block_hash, self._free.pop(), urged)
 
     def save(self, saving: Saving) -> None:
@@ -163,6 +194,7 @@ class Outbox:
                     self._asked = max(0, self._asked - 1)
                 if block_hash not in self._known:
                     job = Job(block_hash, place=where) if saved else Job(block_hash, where)
+                    job.link = self._links.get(block_hash, NO_LINK)
                 elif saved:
                     self._free.append(where)
         self._in_hand = job
@@ -186,6 +218,7 @@ class Outbox:
         if self._in_hand is not None:
             self._in_hand.stale = True
         self._known.clear()
+        self._renewed.clear()
         for saved in (self._saved_urged, self._saved):
             self._free += saved.values()
             saved.clear()
@@ -217,6 +250,12 @@ class Outbox:
         self._free.append(self._saved.pop(next(iter(self._saved))))
         self.counts.dropped += 1
         return True
+
+    def _note(self, block: int, block_hash: bytes) -> None:
+        self._links[block_hash] = self.link(block)
+        self._links.move_to_end(block_hash)
+        if len(self._links) > self._remembered:
+            self._links.popitem(last=False)
 
     def _know(self, block_hash: bytes) -> None:
         self._known[block_hash] = None

@@ -15,6 +15,7 @@ from services.worker.tier.staging import Staging
 from shared.ids import BlockHash
 from shared.subjects import tier_row
 from shared.tier.client import TierClient
+from shared.tier.frames import Link
 from shared.wire import Stored, TierOffer
 
 ANSWER_S = 3.0
@@ -63,6 +64,10 @@ class SecondTier:
 
     # What the engine says, on its thread.
 
+    def knows(self, link: Callable[[int], Link]) -> None:
+        """`link` tells where in its chain a hashed block is."""
+        self._sender.knows(link)
+
     def use(self, state: TierState, hashed: Callable[[], list[tuple[int, BlockHash]]]) -> None:
         """The tiers there are; `hashed` tells all blocks that can be shared at this moment."""
         self._state = state
@@ -71,6 +76,8 @@ class SecondTier:
 
     def apply(self, work: AppliedStep, session: int) -> None:
         """The frame was applied, and nothing is computed yet."""
+        if work.reused and self._state.wanted:
+            self._sender.renew(work.reused)
         if work.offload:
             self._sender.urge(work.offload)
         if work.evicted:

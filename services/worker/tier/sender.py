@@ -21,6 +21,7 @@ from services.worker.tier.rates import FetchRates
 from services.worker.tier.staging import Staging
 from shared.ids import BlockHash
 from shared.tier.client import TierClient, TierDown
+from shared.tier.frames import Link
 from shared.wire import TierOffer
 
 Connect = Callable[[TierOffer], TierClient]
@@ -83,6 +84,18 @@ class Sender:
         with self._news:
             for block, block_hash in blocks:
                 self._outbox.offer(block, block_hash)
+            self._wake()
+
+    def knows(self, link: Callable[[int], Link]) -> None:
+        """Where in its chain a block is."""
+        self._outbox.link = link
+
+    def renew(self, chains: Iterable[Sequence[tuple[int, BlockHash]]]) -> None:
+        """Sequences begin with these: the tier is to keep them longer, and to get again what it has lost."""
+        now = time.monotonic()
+        with self._news:
+            for chain in chains:
+                self._outbox.renew(chain, now)
             self._wake()
 
     def urge(self, blocks: Iterable[tuple[int, BlockHash]]) -> None:
@@ -230,7 +243,7 @@ class Sender:
             # digest of what the hash names.
             with self._news:
                 fit = not job.torn and not job.stale
-            kept = fit and client.put(job.block_hash, content, digest)
+            kept = fit and client.put(job.block_hash, content, digest, job.link)
         finally:
             with self._news:
                 self._outbox.done(job, kept)
