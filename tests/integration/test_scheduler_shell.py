@@ -288,6 +288,6 @@ async def test_books_that_contradict_each_other_are_found_when_idle():
         core = await parts.start_scheduler("s0")
         await ended(ask(client, "a"))
         core.fleet.instances["w0"].reserved += 1
-        await ended(ask(client, "b"))
+        ask(client, "b")  # books are looked at once after each burst of work: maybe not yet after the first
         with pytest.raises(AssertionError, match="reservation"):
             await parts.ended("s0")
