@@ -1,5 +1,6 @@
 """Chains leave the tier from their end, from memory and from disk; what is left of each is its beginning."""
 
+import errno
 import os
 import random
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.kvstore.tier import segments as disk
 from services.kvstore.tier import store as shell
 from services.kvstore.tier.arena import Block, cost
-from services.kvstore.tier.book import Book, Entry, Key, Place, Space, Spill, record_bytes
+from services.kvstore.tier.book import Book, Entry, Key, Place, Record, Space, Spill, record_bytes
 from services.kvstore.tier.order import Order, Rank
+from services.kvstore.tier.segments import DiskFault, Found, Segments
 from services.kvstore.tier.store import TierStore
 from shared.ids import BlockHash
 from shared.tier.frames import Link, Put
@@ -260,3 +263,47 @@ async def test_on_disk_too_and_after_a_restart_chains_end_earlier_but_begin(
         await store.close(60.0)
         store.book.check()
     assert sum(os.stat(entry).st_size for entry in os.scandir(tmp_path)) <= 40 * record_bytes(SIZE)
+
+
+@pytest.mark.parametrize("written", [0, 1, SIZE // 2, SIZE])
+def test_a_record_torn_while_it_takes_the_place_of_another_is_a_miss_and_harms_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    def record(number: int) -> Record:
+        data = content(number, SIZE)
+        return Record(key(number, 0), SIZE, sha256(data).digest(), link(number, 3), 7)
+
+    segments = Segments(tmp_path, 640 * record_bytes(SIZE))
+    list(segments.scan())
+    places = [segments.append(record(n), memoryview(content(n, SIZE))) for n in range(3)]
+    real, torn = os.pwritev, [True]
+
+    def pwritev(fd: int, parts: list[memoryview], offset: int) -> int:
+        if torn:
+            real(fd, [parts[0][:written]], offset)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, parts, offset)
+
+    monkeypatch.setattr(disk.os, "pwritev", pwritev)
+    with pytest.raises(DiskFault):
+        segments.replace(places[1], record(8), memoryview(content(8, SIZE)))
+    segments.close()
+    again = Segments(tmp_path, 640 * record_bytes(SIZE))
+    found = [each for each in again.scan() if isinstance(each, Found)]
+    assert [each.record for each in found] == [record(0), record(1), record(2)]
+    room = memoryview(bytearray(SIZE))
+    for n, each in enumerate(found):
+        assert again.read(each.place, room)
+        assert (sha256(room).digest() == each.record.digest) == (n != 1 or not written)
+    torn.clear()
+    assert again.replace(places[1], record(9), memoryview(content(9, SIZE))) == places[1]
+    assert [each.record for each in again.scan() if isinstance(each, Found)] == [
+        record(0),
+        record(9),
+        record(2),
+    ]
+    (file,) = tmp_path.glob("*.segment")
+    os.truncate(file, record_bytes(SIZE))
+    with pytest.raises(DiskFault, match="shorter"):
+        again.replace(places[1], record(9), memoryview(content(9, SIZE)))
+    again.close()
