@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.kvstore.settings import TierOptions
-from services.kvstore.tier.book import Key, Space
+from services.kvstore.tier.entries import Key, Space
 from services.kvstore.tier.service import SecondTier
 from shared.bus.memory import MemoryBroker
 from shared.ids import BlockHash

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.kvstore.tier.arena import Arena, Block, cost
-from services.kvstore.tier.book import Book, Entry, Key, Place, Space, Spill, record_bytes
+from services.kvstore.tier.book import Book
+from services.kvstore.tier.entries import Entry, Key, Place, Space, Spill, record_bytes
 from services.kvstore.tier.rates import Rate
 from shared.ids import BlockHash
 

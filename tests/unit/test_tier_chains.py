@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from services.kvstore.tier import segments as disk
 from services.kvstore.tier import store as shell
 from services.kvstore.tier.arena import Block, cost
-from services.kvstore.tier.book import Book, Entry, Key, Place, Record, Space, Spill, record_bytes
+from services.kvstore.tier.book import Book
+from services.kvstore.tier.entries import Entry, Key, Place, Record, Space, Spill, record_bytes
 from services.kvstore.tier.order import Order, Rank
 from services.kvstore.tier.segments import DiskFault, Found, Segments
 from services.kvstore.tier.store import TierStore

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.kvstore.tier import server as shell
 from services.kvstore.tier.arena import cost
-from services.kvstore.tier.book import Counts
+from services.kvstore.tier.entries import Counts
 from shared.tier import frames
 from shared.tier.client import TierClient
 from shared.tier.frames import Hello, Op

@@ -13,7 +13,7 @@ from services.kvstore.service import KvstoreService
 from services.kvstore.settings import KvstoreSettings, TierOptions, tier_options
 from services.kvstore.tier import speaker as shell
 from services.kvstore.tier.arena import cost
-from services.kvstore.tier.book import Space
+from services.kvstore.tier.entries import Space
 from services.kvstore.tier.service import SecondTier
 from shared.bus.memory import MemoryBroker
 from shared.runtime.settings import CannotStart, SettingsError

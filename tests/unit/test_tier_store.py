@@ -16,7 +16,7 @@ import pytest
 from services.kvstore.tier import segments as disk
 from services.kvstore.tier import store as shell
 from services.kvstore.tier.arena import cost
-from services.kvstore.tier.book import Key, Place, Record, Space, record_bytes
+from services.kvstore.tier.entries import Key, Place, Record, Space, record_bytes
 from services.kvstore.tier.segments import DiskFault, Found, Segments
 from services.kvstore.tier.store import Receive, TierStore
 from shared.ids import BlockHash

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from services.kvstore.tier.book import HEADER_BYTES, Key, Place, Record, Space, record_bytes
+from services.kvstore.tier.entries import HEADER_BYTES, Key, Place, Record, Space, record_bytes
 from shared.ids import BlockHash
 from shared.runtime.settings import PREFIX, CannotStart
 from shared.tier.frames import MAX_BLOCK_BYTES, MAX_MODEL_BYTES, Link

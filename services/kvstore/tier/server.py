@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from services.kvstore.tier.arena import cost
-from services.kvstore.tier.book import Space
+from services.kvstore.tier.entries import Space
 from services.kvstore.tier.store import TierStore
 from shared.tier import frames
 from shared.tier.frames import BadTierFrame, Hello, Op, Request

@@ -17,7 +17,8 @@ from typing import TypeVar
 import structlog
 
 from services.kvstore.tier.arena import Block
-from services.kvstore.tier.book import Book, Entry, Key, Space, Spill, record_bytes
+from services.kvstore.tier.book import Book
+from services.kvstore.tier.entries import Entry, Key, Space, Spill, record_bytes
 from services.kvstore.tier.segments import DiskFault, Found, Segments
 from shared.ids import BlockHash
 from shared.tier.frames import NO_LINK, Link, Put
