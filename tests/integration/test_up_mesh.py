@@ -61,7 +61,7 @@ def test_status_lists_every_process_and_every_instance(mesh):
     assert [row["rank"] for row in status["services"] if row["service"] == "worker"] == [0, 0]
     assert sorted(row["id"] for row in status["instances"]) == ["w0", "w1"]
     for row in status["instances"]:
-        assert tuple(row) == (*INSTANCE_FIELDS, "engine", "group")
+        assert tuple(row) == (*INSTANCE_FIELDS, "engine", "group", "memory")
         assert row["engine"]["executor"] == "mock"
         assert None not in row.values(), row
         assert row["role"] == "mixed"
