@@ -30,10 +30,6 @@ class BlockHashes:
         """Distinct hashes held."""
         return len(self._copies)
 
-    @property
-    def hashed_blocks(self) -> int:
-        return int(np.count_nonzero(self._hashed))
-
     def of(self, block: int) -> BlockHash | None:
         return self._of_block[block]
 

@@ -14,13 +14,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.client import Target
-from deploy.bench.plots import save
+from deploy.bench.plots import COLOURS, figure, save
 from deploy.rundir import RunDir
 from deploy.tap import connect
 from shared.bus.port import BusDown
@@ -170,3 +171,17 @@ def block_tokens(running: Mesh) -> int:
         raise BusDown("the mesh ended")
 
     return asyncio.run(ask())
+
+
+def draw_rounds(seconds: dict[str, list[float]], rounds: str) -> Any:
+    """Times to first token of each round, by what was measured; `rounds` says what differs between them."""
+    made, axes = figure()
+    for colour, (name, values) in zip(COLOURS, seconds.items()):
+        label = f"{name}, median {median(values) * 1e3:.0f} ms"
+        axes.plot(range(1, len(values) + 1), [v * 1e3 for v in values], "o-", color=colour, label=label)
+    axes.set_yscale("log")
+    axes.set_xticks(list(range(1, len(next(iter(seconds.values()))) + 1)))
+    axes.set_xlabel(f"round, each with {rounds}")
+    axes.set_ylabel("time to first token, ms")
+    axes.legend(frameon=False)
+    return made

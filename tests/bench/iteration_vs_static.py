@@ -24,7 +24,8 @@ from services.scheduler.admission import ExpectedOutput
 from services.scheduler.policy import BatchPolicy, ContinuousPolicy, StaticBatchPolicy
 from tests.bench.books import Books
 from tests.bench.common import DATA, PATIENT, Report, announce, block_tokens, mesh, options, watching
-from tests.bench.simulated import VOCAB, Request, SimulatedMesh, Size
+from tests.bench.simulated import SimulatedMesh
+from tests.bench.simulation import VOCAB, Request, Size
 from tests.support.mesh import Mesh
 
 MODULE = "tests.bench.iteration_vs_static"

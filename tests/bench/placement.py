@@ -17,8 +17,8 @@ from deploy.bench import traces
 from deploy.bench.plots import COLOURS, figure
 from services.scheduler.placement import FirstTokenSoonest, LeastLoad, Placement, RoundRobin
 from tests.bench.common import DATA, Report, announce, options
-from tests.bench.simulated import VOCAB, Request, Size
 from tests.bench.simulated_fleet import FleetOutcome, SimulatedFleet
+from tests.bench.simulation import VOCAB, Request, Size
 
 MODULE = "tests.bench.placement"
 POLICIES: dict[str, Callable[[], Placement]] = {

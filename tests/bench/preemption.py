@@ -29,7 +29,8 @@ from services.scheduler.admission import ExpectedOutput, Reservation, ReserveNot
 from services.scheduler.policy import ContinuousPolicy
 from services.scheduler.preempt import LastCome, LeastHarm, Preemption
 from tests.bench.common import DATA, PATIENT, Report, announce, mesh, options
-from tests.bench.simulated import VOCAB, Request, SimulatedMesh, SimulatedTier, Size, StepCost
+from tests.bench.simulated import SimulatedMesh
+from tests.bench.simulation import VOCAB, Request, SimulatedTier, Size, StepCost
 
 MODULE = "tests.bench.preemption"
 CONTEXT = 16_384

@@ -4,12 +4,10 @@ import asyncio
 import random
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 from deploy.bench.client import Target, stream_completion
-from deploy.bench.plots import COLOURS, figure
 from deploy.bench.records import Record
-from tests.bench.common import Report, announce, mesh, options
+from tests.bench.common import Report, announce, draw_rounds, mesh, options
 
 MODULE = "tests.bench.prefix_ttft"
 TARGET = 20.0
@@ -44,20 +42,6 @@ async def rounds(
     return measured
 
 
-def draw(measured: list[tuple[float, float, int]]) -> Any:
-    made, axes = figure()
-    places = range(1, len(measured) + 1)
-    for index, name in enumerate(("cold", "cached")):
-        values = [row[index] * 1e3 for row in measured]
-        axes.plot(places, values, "o-", color=COLOURS[index], label=f"{name}, median {median(values):.0f} ms")
-    axes.set_yscale("log")
-    axes.set_xticks(list(places))
-    axes.set_xlabel("round, each with a new prefix")
-    axes.set_ylabel("time to first token, ms")
-    axes.legend(frameon=False)
-    return made
-
-
 def main() -> int:
     parser = options(__doc__ or "", MODULE)
     parser.add_argument("--prefix", type=int, default=1500, help="tokens that both prompts of a round share")
@@ -89,7 +73,13 @@ def main() -> int:
         {"rounds_s": measured},
         {f"cached is 1/{ratio:.1f} of cold, promised 1/{TARGET:.0f}": ratio >= TARGET},
     )
-    return report.publish(args.out, draw(measured))
+    return report.publish(
+        args.out,
+        draw_rounds(
+            {"cold": [cold for cold, _, _ in measured], "cached": [warm for _, warm, _ in measured]},
+            "a new prefix",
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -12,13 +12,11 @@ import signal
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import orjson
 
 from deploy.bench.client import Target
-from deploy.bench.plots import COLOURS, figure
-from tests.bench.common import Report, announce, mesh, options
+from tests.bench.common import Report, announce, draw_rounds, mesh, options
 from tests.bench.holders import in_tier, wait_for
 from tests.support.mesh import Mesh
 
@@ -119,20 +117,6 @@ def rounds(running: Mesh, target: Target, prefix: int, tail: int, count: int, se
     return measured
 
 
-def draw(measured: list[Round]) -> Any:
-    made, axes = figure()
-    places = range(1, len(measured) + 1)
-    for index, name in enumerate(("cold", "recomputed", "restored")):
-        values = [getattr(one, name).ttft_s * 1e3 for one in measured]
-        axes.plot(places, values, "o-", color=COLOURS[index], label=f"{name}, median {median(values):.0f} ms")
-    axes.set_yscale("log")
-    axes.set_xticks(list(places))
-    axes.set_xlabel("round, each with a new prefix and a killed worker")
-    axes.set_ylabel("time to first token, ms")
-    axes.legend(frameon=False)
-    return made
-
-
 def main() -> int:
     parser = options(__doc__ or "", MODULE)
     parser.add_argument(
@@ -176,7 +160,13 @@ def main() -> int:
             "the same tokens as before the restart": same,
         },
     )
-    return report.publish(args.out, draw(measured))
+    return report.publish(
+        args.out,
+        draw_rounds(
+            {n: [getattr(one, n).ttft_s for one in measured] for n in ("cold", "recomputed", "restored")},
+            "a new prefix and a killed worker",
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -5,28 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from services.worker.settings import WorkerSettings
 from shared.bus.memory import MemoryBroker
-from shared.subjects import tier_row
 from shared.wire import Admit, Beat, Fetch, Fetched, Sampling, Work
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.running_worker import Worker, running
-from tests.support.tiers import Tier, tier_on, until
+from tests.support.tiers import FULL, PROMPT, ROW, Tier, tier_on, until
+from tests.support.tiers import SETTINGS as ALONE
 
-ROW = tier_row("kv0", "m")
-SETTINGS = WorkerSettings(
-    model="m",
-    mock=True,
-    tp=2,
-    mock_blocks=64,
-    mock_token_s=5e-4,
-    block_tokens=16,
-    max_slots=8,
-    max_len=1024,
-    tier_staging="1KiB",
-)
-PROMPT = list(range(100, 100 + 164))
-FULL = len(PROMPT) // 16
+SETTINGS = replace(ALONE, tp=2)
 
 
 @pytest.fixture

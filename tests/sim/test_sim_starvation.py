@@ -9,7 +9,8 @@ from services.scheduler.desk import DeskRules
 from services.scheduler.policy import ContinuousPolicy
 from services.scheduler.preempt import LeastHarm
 from tests.bench.preemption import overdue, quantile
-from tests.bench.simulated import VOCAB, Request, SimulatedMesh, SimulatedTier, Size, StepCost
+from tests.bench.simulated import SimulatedMesh
+from tests.bench.simulation import VOCAB, Request, SimulatedTier, Size, StepCost
 
 AGING_S = 5.0
 COST = StepCost(fixed_s=0.05, per_decode_s=0.001, per_token_s=0.001)

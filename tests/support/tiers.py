@@ -9,8 +9,27 @@ from typing import Any
 from services.kvstore.settings import TierOptions
 from services.kvstore.tier.entries import Key, Space
 from services.kvstore.tier.service import SecondTier
+from services.worker.settings import WorkerSettings
 from shared.bus.memory import MemoryBroker
 from shared.ids import BlockHash
+from shared.subjects import tier_row
+
+ROW = tier_row("kv0", "m")
+"""In the prefix index, of model m in the tier of kvstore kv0."""
+SETTINGS = WorkerSettings(
+    model="m",
+    mock=True,
+    mock_blocks=64,
+    mock_token_s=5e-4,
+    block_tokens=16,
+    max_slots=8,
+    max_len=1024,
+    tier_staging="1KiB",
+)
+"""Of a mock that has blocks worth keeping: it takes time to compute them."""
+PROMPT = list(range(100, 100 + 164))
+FULL = len(PROMPT) // 16
+"""Blocks that it fills."""
 
 OPTIONS = TierOptions(64 << 20, 0, None, "127.0.0.1", 0, "127.0.0.1")
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from services.scheduler.admission import ExpectedOutput, ReserveMax
 from services.scheduler.policy import ContinuousPolicy, StaticBatchPolicy
-from tests.bench.simulated import VOCAB, Request, SimulatedMesh, Size
+from tests.bench.simulated import SimulatedMesh
+from tests.bench.simulation import VOCAB, Request, Size
 
 POLICIES = {"continuous": ContinuousPolicy, "static": StaticBatchPolicy}
 

@@ -7,26 +7,10 @@ from typing import Any
 import pytest
 
 from services.worker.mock import MockExecutor
-from services.worker.settings import WorkerSettings
-from shared.subjects import tier_row
 from shared.wire import Admit, Beat, Done, Fetch, Fetched, Sampling, Work
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.running_worker import Worker, running
-from tests.support.tiers import Tier, tier_on, until
-
-ROW = tier_row("kv0", "m")
-SETTINGS = WorkerSettings(
-    model="m",
-    mock=True,
-    mock_blocks=64,
-    mock_token_s=5e-4,
-    block_tokens=16,
-    max_slots=8,
-    max_len=1024,
-    tier_staging="1KiB",
-)
-PROMPT = list(range(100, 100 + 164))
-FULL = len(PROMPT) // 16
+from tests.support.tiers import FULL, PROMPT, ROW, SETTINGS, Tier, tier_on, until
 
 
 @pytest.fixture
